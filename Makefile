@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
+.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-many test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -38,6 +38,10 @@ test-mutants: $(READY)
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)
 
+# All hooks with 16 and 32 ranks, as processes on two cores: some minutes.
+test-many: $(READY)
+	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py $(ARGS)
+
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
 test-waits: $(READY)
 	@$(CLEAN) -m tests.stress.waits $(ARGS)
@@ -60,7 +64,7 @@ soak: $(READY)
 stragglers: $(READY)
 	@$(CLEAN) -m tests.stress.stragglers $(ARGS)
 
-# About 5,000 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
+# About 4,700 damaged or hostile payloads, files, folders and settings, twelve times what `make test` has: some minutes.
 hostile: $(READY)
 	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py $(ARGS)
 
@@ -72,8 +76,6 @@ chaos: $(READY)
 bench: $(READY)
 	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
 	@$(CLEAN) benchmarks/memory.py --ranks 4
-	@$(CLEAN) benchmarks/checkpoint.py --rounds 3
-	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
 	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 
@@ -97,6 +99,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m basedpyright --pythonpath $(abspath $(PY))
 	$(VENV)/bin/lint-imports --no-logo
 
 # The site in site/; a link that leads nowhere is an error. docs-serve shows it on http://127.0.0.1:8000 while it is edited.

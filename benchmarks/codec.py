@@ -32,9 +32,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import Row, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from common import (
+    Row,
+    machine,
+    number,
+    one_rank,
+    parse,
+    parser,
+    report,
+    spread,
+    steady,
+    summary,
+    take_turns,
+)
 from hooks import ONE_BUCKET_MB, wrap
-from machine import machine
 from models import TASKS, Task, forward_loss, make, numel
 
 from commhooks import CommHook

@@ -14,7 +14,11 @@ import importlib.util
 import json
 import logging
 import os
+import platform
+import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,15 +27,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from machine import in_words
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # some benchmarks import `tests.support`
 Row = dict[str, Any]
 Job = TypeVar("Job", bound=Hashable)
 RANKS_LIMIT_S = 3600.0
 
-# ---- arguments
-# --------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -57,8 +59,7 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     return made.parse_args()
 
 
-# ---- ranks
-# --------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -70,14 +71,14 @@ def steady(rank: int = 0, *, threads: int = 1, pinned: bool = True) -> Iterator[
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     cores = sorted(os.sched_getaffinity(0)) if pinned and hasattr(os, "sched_setaffinity") else []
-    own = cores[rank * threads : (rank + 1) * threads]
-    if len(own) == threads:
-        os.sched_setaffinity(0, own)
+    mine = cores[rank * threads : (rank + 1) * threads]
+    if len(mine) == threads:
+        os.sched_setaffinity(0, mine)
     _keep_to_warnings()
     try:
         yield
     finally:
-        if len(own) == threads:
+        if len(mine) == threads:
             os.sched_setaffinity(0, cores)
         torch.set_num_threads(before)
 
@@ -149,8 +150,7 @@ def _keep_to_warnings() -> None:
         logger.propagate = False
 
 
-# ---- measurements
-# --------------------------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 
 
 def take_turns(
@@ -206,8 +206,95 @@ def run_missing(
     return done
 
 
-# ---- output
-# --------------------------------------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """Return names and versions; for CUDA only if torch can use a device."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
+    on_cuda = torch.cuda.is_available()
+    details: dict[str, Any] = {
+        "cpu": cpu,
+        "caches": _caches(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "gpu": torch.cuda.get_device_name() if on_cuda else None,
+        "cuda": torch.version.cuda if on_cuda else None,
+        "driver": driver() if on_cuda else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    with contextlib.suppress(OSError, AttributeError):
+        details["load_before"] = os.getloadavg()[0]
+    return details
+
+
+def _caches() -> str | None:
+    """Return the caches of one core on Linux, such as "L1d 48K, L2 1024K, L3 32768K" (other cores
+    may share them).
+    """
+    caches = []
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        with contextlib.suppress(OSError):
+            level, kind, size = (
+                (folder / name).read_text().strip() for name in ("level", "type", "size")
+            )
+            if kind != "Instruction":
+                caches.append(f"L{level}{'d' if kind == 'Data' else ''} {size}")
+    return ", ".join(caches) or None
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver, for which torch has no public function."""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            if done.stdout.strip():
+                return done.stdout.splitlines()[0].strip()
+    with contextlib.suppress(OSError):
+        version = re.search(
+            r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text()
+        )
+        if version:
+            return version.group()
+    return "unknown"
+
+
+def in_words(at: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in at.items() if value is not None)
+
+
+def no_device() -> str:
+    """Return why nothing can run on CUDA here, in one sentence; "" if a device works."""
+    if torch.version.cuda is None:
+        return (
+            f"This torch ({torch.__version__}) was built without CUDA: install one with it, or name"
+            " its Python."
+        )
+    if not torch.cuda.is_available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else ""
+        return f"torch {torch.__version__} finds no CUDA device{why}."
+    try:
+        torch.zeros(1, device="cuda").item()
+    except RuntimeError as error:
+        return (
+            f"torch {torch.__version__} cannot use {torch.cuda.get_device_name()}:"
+            f" {str(error).splitlines()[0]}"
+        )
+    return ""
+
+
+# ---- output --------------------------------------------------------------------------------------
 
 Cell = Callable[[Row], str]
 
@@ -250,8 +337,8 @@ def report(
         _print_rich(title, list(columns), rows, cells)
     print("\n".join([*notes, in_words(at)]))
     if arguments.json is not None:
-        said = {name: value for name, value in vars(arguments).items() if name != "json"}
-        content = {"benchmark": benchmark, "machine": at, "arguments": said, "rows": rows}
+        options = {name: value for name, value in vars(arguments).items() if name != "json"}
+        content = {"benchmark": benchmark, "machine": at, "arguments": options, "rows": rows}
         arguments.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 

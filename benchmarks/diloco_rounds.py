@@ -19,7 +19,8 @@ STEP_COLOR, EXCHANGE_COLOR, GREY = "#9db8ee", "#1d4ed8", "#555555"
 def lanes(axis: Any, bottom: float, steps: int, exchange: float, text: str) -> None:
     """Draw two ranks that exchange something after every `steps` steps."""
     centered = {"ha": "center", "va": "center", "fontsize": 8}
-    start, number = 0.0, 1
+    start = 0.0
+    number = 1
     while start + steps + exchange <= END + 0.5:
         for step in range(steps):
             for y in (bottom, bottom + 1):

@@ -1,8 +1,8 @@
 """Makes the figures of README and docs again: the numbers of each table, and the pictures.
 
-    make figures                                # lists them, with what each needs
-    make figures ARGS="codec memory"            # measures, and prints what README and docs say
-    make figures ARGS="--stored"                # draws the pictures from the stored measurements
+    make figures                      # lists them, with what each needs
+    make figures ARGS="codec memory"  # measures, and prints beside it what README and docs say
+    make figures ARGS="--stored"      # draws the pictures again from stored measurements
     sudo .venv/bin/python benchmarks/figures.py link --folder figures
 
 What is measured and drawn goes into --folder. To publish it, copy it to docs/figures, and the
@@ -152,11 +152,6 @@ FIGURES = {
         3,
         ("docs/performance.md#memory-and-checkpoints",),
     ),
-    "checkpoint": Figure(
-        "benchmarks/checkpoint.py --json FOLDER/checkpoint.json",
-        2,
-        ("docs/performance.md#memory-and-checkpoints",),
-    ),
     "digits": Figure(
         "benchmarks/local_steps.py --ranks 2 --seeds 0 1 2 --steps 880 --results"
         " FOLDER/digits.jsonl --settings "
@@ -167,11 +162,6 @@ FIGURES = {
             "benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished"
             " --steps 880"
         ),
-    ),
-    "launches": Figure(
-        "benchmarks/launches.py --json FOLDER/launches.json",
-        1,
-        ("docs/performance.md#operators-on-an-accelerator",),
     ),
     "chaos": Figure(
         "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#processes-that-die",)
@@ -192,23 +182,23 @@ def section(place: str) -> str:
     """Return the section of a page, from its heading to the next one of its level."""
     page, _, anchor = place.partition("#")
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    found: list[str] = []
+    section_lines: list[str] = []
     level = 0
     for line in lines:
         heading = re.match(r"(#+) (.+)", line)
-        if heading and found and len(heading[1]) <= level:
+        if heading and section_lines and len(heading[1]) <= level:
             break
         if (
             heading
-            and not found
+            and not section_lines
             and re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading[2]).lower()) == anchor
         ):
             level = len(heading[1])
         if level:
-            found.append(line)
-    if not found:
+            section_lines.append(line)
+    if not section_lines:
         raise SystemExit(f"{page} has no heading {anchor}")
-    return "\n".join(found).rstrip()
+    return "\n".join(section_lines).rstrip()
 
 
 def show_all() -> None:
@@ -265,7 +255,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in names:
-        figure, start = FIGURES[name], time.monotonic()
+        figure = FIGURES[name]
+        start = time.monotonic()
         print(f"\n== {name}: measured", flush=True)
         if run(figure.stored if args.stored else figure.command, folder) != 0:
             failed.append(name)

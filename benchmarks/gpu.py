@@ -1,5 +1,4 @@
-"""The hooks on a CUDA device: time, kernels, host synchronisations and share of the memory
-bandwidth, ours and torch's.
+"""What the hooks cost on a CUDA device, ours and torch's: time, kernels, waits of the host.
 
     # make bench-gpu
     python benchmarks/gpu.py [--models blocks resnet50 gpt2] [--ranks 1 4] [--rounds 30]
@@ -12,11 +11,13 @@ realistic. All figures are relative to `noop` in the same round or of the same k
 
   ms              backward with the hook minus backward with `noop`, from CUDA events around it
   x torch         that time / the time of torch's hook without "same"
-  host ms         the same on the host's clock, until backward returns without waiting for the
-  device kernels         kernels that the device ran in a backward pass, from torch.profiler,
-  without copies and fills waits           operations that made the host wait, as
-  torch.cuda.set_sync_debug_mode("warn") reports them synchronize     calls of
-  cuda{Device,Stream,Event}Synchronize in the same profile: an explicit
+  host ms         the same on the host's clock, until backward returns; it does not wait for the
+                  device
+  kernels         kernels that the device ran in a backward pass, from torch.profiler, without
+                  copies and fills
+  waits           operations that made the host wait, as torch.cuda.set_sync_debug_mode("warn")
+                  reports them
+  synchronize     calls of cuda{Device,Stream,Event}Synchronize in the same profile: an explicit
                   torch.cuda.synchronize() shows here and not in the column before
   of the limit    the time of six passes over the gradients (see codec.py), divided by the hook's
                   time: 100 % is as fast as this memory allows. A pass is a third of a.add_(b) over
@@ -38,9 +39,21 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.distributed as dist
-from common import Row, number, one_rank, parse, parser, report, spread, steady, summary, take_turns
+from common import (
+    Row,
+    machine,
+    no_device,
+    number,
+    one_rank,
+    parse,
+    parser,
+    report,
+    spread,
+    steady,
+    summary,
+    take_turns,
+)
 from hooks import ONE_BUCKET_MB, wrap
-from machine import machine, no_device
 from models import TASKS, forward_loss, make, numel
 from torch.profiler import ProfilerActivity, profile
 
@@ -65,8 +78,7 @@ BATCH: dict[str, dict[str, tuple[str, int]]] = {
 BUCKETS = {"25 MB": None, "one": ONE_BUCKET_MB}
 
 
-# ---- the cost of some work on a device
-# -------------------------------------------------------------------------------
+# ---- the cost of some work on a device -----------------------------------------------------------
 
 Work = Callable[[], object]
 WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
@@ -150,8 +162,7 @@ def is_kernel(event: Any) -> bool:
     return not getattr(event, "is_user_annotation", False)
 
 
-# ---- the candidates
-# --------------------------------------------------------------------------------------------------
+# ---- the candidates ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,22 +227,23 @@ def measure(setup: Setup, rounds: int, on: Cuda | Cpu) -> list[Row]:
     labels |= {"torch": f"torch-{rank}", "torch same": f"torch-same-{rank}"}
     candidates = {name: Candidate(setup, label, on) for name, label in labels.items()}
     count = numel(make(setup.model)[0])
-    flat, other = torch.randn(count, device=on.device), torch.zeros(count, device=on.device)
+    flat = torch.randn(count, device=on.device)
+    other = torch.zeros(count, device=on.device)
     turns: dict[str, Callable[[], float]] = {
-        name: each.milliseconds for name, each in candidates.items()
+        name: candidate.milliseconds for name, candidate in candidates.items()
     }
     turns["add"] = lambda: on.times(lambda: other.add_(flat))[0]
     samples = take_turns(turns, rounds, WARM_UP)
     for name in [
-        each for each, label in labels.items() if each != "noop" and not label.startswith("torch")
+        name for name, label in labels.items() if name != "noop" and not label.startswith("torch")
     ]:
         ours = candidates[name].hook
         assert ours is not None
         done = ours.stats()
         if done["compressed_steps"] != WARM_UP + rounds - START:
             raise SystemExit(f"{name} did not compress: {done}")
-    waits = {name: each.waits() for name, each in candidates.items()}
-    profiles = {name: each.profiled() for name, each in candidates.items()}
+    waits = {name: candidate.waits() for name, candidate in candidates.items()}
+    profiles = {name: candidate.profiled() for name, candidate in candidates.items()}
     limit = 6 * summary(samples["add"], "ms")["median_ms"] / 3
     rows: list[Row] = []
     for name in list(labels)[1:]:

@@ -1,15 +1,15 @@
 """The candidates of the benchmarks, by label.
 
-`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` and `batched-4` (commhooks, rank
-4), `native-4` and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and
-`torch-same-4`; "same" is batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and
-`native-int4` are the quantised hooks. `auto` and `auto-close` choose one of them (quality "same"
-and "close"). Only labels with "native", and hooks that auto chooses, use the native kernel.
-`diloco-30` (with int4) and `local-30` communicate every 30 steps; in `diloco-30-10` the exchange
-may take 10 steps. The suffix `:one` selects one bucket: one all-reduce for all P, and one for all
-Q. For benchmarks with several ranks per node: `:nodes` compresses between nodes only, `:fsdp2`
-shards the model inside the node (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on
-both dimensions without a hook, with gradients reduced in float32 or bfloat16.
+`noop`, `ddp` (no hook), `allreduce`, `fp16`, `bf16`, `powersgd-4` (commhooks, rank 4), `native-4`
+and `same-4` (commhooks with these options), `torch-4` (torch's powerSGD_hook) and `torch-same-4`;
+"same" is batch_tensors_with_same_shape. `int8`, `int4`, `native-int8` and `native-int4` are the
+quantised hooks. `auto` and `auto-close` choose one of them (quality "same" and "close"). Only
+labels with "native", and hooks that auto chooses, use the native kernel. `diloco-30` (with int4)
+communicates every 30 steps; in `diloco-30-10` the exchange may take 10 steps. The suffix `:one`
+selects one bucket: one all-reduce for all P, and one for all Q. For benchmarks with several ranks
+per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node
+(`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook,
+with gradients reduced in float32 or bfloat16.
 """
 
 import functools
@@ -28,8 +28,8 @@ import commhooks
 
 ONE_BUCKET_MB = 10_000
 LABELS = (
-    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, same-RANK, batched-RANK,"
-    " diloco-STEPS, diloco-STEPS-DELAY, local-STEPS, auto, auto-close, int8, int4, native-int8,"
+    "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, same-RANK,"
+    " diloco-STEPS, diloco-STEPS-DELAY, auto, auto-close, int8, int4, native-int8,"
     " native-int4, torch-RANK, torch-same-RANK; with :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
 )
 SIMPLE = {
@@ -39,7 +39,6 @@ SIMPLE = {
     "bf16": commhooks.BF16Compress,
 }
 QUANTISED = {"int8": commhooks.Int8Compress, "int4": commhooks.Int4Compress}
-LOCAL = {"diloco": commhooks.DiLoCo, "local": commhooks.LocalSGD}
 CHOOSING = {"auto": "same", "auto-close": "close"}
 """Quality of the hooks that decide after some steps."""
 OPTIONS = {
@@ -52,11 +51,9 @@ OPTIONS = {
 def _local_steps(label: str) -> Any:
     """Return the config of a hook that communicates once in several steps, or None."""
     name, *numbers = label.split("-")
-    return (
-        LOCAL[name](**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False)))
-        if name in LOCAL
-        else None
-    )
+    if name != "diloco":
+        return None
+    return commhooks.DiLoCo(**dict(zip(("sync_every", "delay"), map(int, numbers), strict=False)))
 
 
 def starts_late(label: str) -> bool:
@@ -117,12 +114,8 @@ def wrap(
         config = commhooks.PowerSGD(
             matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start, **options
         )
-    elif kind == "batched":
-        config = commhooks.BatchedPowerSGD(
-            matrix_approximation_rank=int(rank_text), start_powerSGD_iter=start
-        )
     # The kernel is chosen when the hook is attached.
-    with_torch = label in QUANTISED or kind == "batched" or (kind in OPTIONS and kind != "native")
+    with_torch = label in QUANTISED or (kind in OPTIONS and kind != "native")
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": "0" if with_torch else "1"}):
         if suffix == "fsdp2":
             group = mesh_of(ranks_per_node)["replicate"]

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, number, parse, parser, report, run_missing
-from machine import machine
+from common import Row, machine, number, parse, parser, report, run_missing
 from torch import nn
 from torch.nn import functional
 
@@ -142,7 +141,8 @@ def rank_of(label: str) -> int | None:
 def compressor_of(label: str) -> Compressor[Any]:
     """Make the compressor of a label such as `powersgd-4`, `int8`, `int4/no-feedback`."""
     label, _, variant = label.partition("/")
-    kind, rank = label.partition("-")[0], rank_of(label)
+    kind = label.partition("-")[0]
+    rank = rank_of(label)
     if variant not in VARIANTS:
         raise SystemExit(f"--hooks: {variant!r} is none of {', '.join(VARIANTS[1:])}")
     options: dict[str, Any] = {} if rank is None else {"matrix_approximation_rank": rank}
@@ -221,8 +221,7 @@ def on_all_cores(train: Callable[[Job], Row], jobs: list[Job]) -> Iterator[Row]:
         yield from pool.imap_unordered(train, jobs)
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def job_of(row: Row) -> Job:

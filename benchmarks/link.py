@@ -40,10 +40,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, number, parse, parser, report, spread, summary
+from common import Row, machine, number, parse, parser, report, spread, summary
 from hooks import CHOOSING, LABELS, steps_of_round, wrap
 from limited_link import Link, LongLink, Ranks, bits_per_second, bytes_sent, is_rank, serve
-from machine import machine
 from models import forward_loss, make, numel
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
@@ -67,8 +66,7 @@ DECIDED_WITHIN = 500
 """Steps in which auto has decided. Steps of a few milliseconds need more trials than long ones."""
 LONG_STEPS_TO_DECIDE = 60
 
-# ---- on each rank
-# --------------------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 class Candidate:
@@ -87,7 +85,8 @@ class Candidate:
         """
         steps = steps_of_round(self.label)
         dist.barrier()
-        before, started = bytes_sent(self._interface), time.perf_counter()
+        before = bytes_sent(self._interface)
+        started = time.perf_counter()
         for _ in range(steps):
             self._optimizer.zero_grad(set_to_none=True)
             forward_loss(self._model, self._task, batch).backward()
@@ -189,8 +188,7 @@ def chooses(label: str) -> bool:
     return label.partition(":")[0] in CHOOSING
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -273,8 +271,7 @@ def rows_of(answer: Row, common: Row) -> list[Row]:
     return rows
 
 
-# ---- the picture
-# --------------------------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 
 DRAWN = {
     "noop": ("no communication", "#8c8c8c", ":"),
@@ -307,8 +304,10 @@ def draw(rows: list[Row], at: Row, file: Path) -> None:
         row for row in rows if (row["model"], row["compute"]) == (first["model"], first["compute"])
     ]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    by_hook = {hook: [row for row in rows if row["hook"] == hook] for hook in DRAWN}
-    drawn = {hook: of_hook for hook, of_hook in by_hook.items() if of_hook}
+    drawn: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["hook"] in DRAWN:
+            drawn.setdefault(row["hook"], []).append(row)
     figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     axis = figure.subplots()
     for hook in sorted(drawn, key=lambda hook: -drawn[hook][0]["median_ms"]):
@@ -376,7 +375,8 @@ def main() -> None:
         measured = json.loads(args.file.read_text())
         at, rows = measured["machine"], measured["rows"]
     else:
-        at, rows = machine(), measure(args)
+        at = machine()
+        rows = measure(args)
     columns = {
         "model": number("model"),
         "compute": number("compute"),

@@ -1,8 +1,7 @@
-"""Communicating every H steps (local SGD, DiLoCo): what does it cost in loss, and what makes that
-small?
+"""What does communicating every H steps (local SGD, DiLoCo) cost in loss?
 
     python benchmarks/local_steps.py [--settings every=5 "every=30 momentum=0.9" ...] [--seeds 0]
-    [--ranks 2 4]
+                                     [--ranks 2 4]
 
 The language model of language_model.py or a small network on scikit-learn's digits is trained by
 ranks that are simulated in one process. Each has weights and an optimizer of its own, and a share
@@ -16,9 +15,11 @@ A setting is a list of `name=value`; `Setting` has the defaults. `every=1 moment
 not plain DDP, because the optimizer runs on each rank's own gradients; `exact=1` (an exact mean of
 the gradients in every step) is. Finished runs are appended to --results and not repeated.
 
-  loss      validation or test loss at the end (nats per byte for the language model): mean over the
-  seeds to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer
-  and learning rate accuracy  of the digits: mean over the seeds
+  loss      validation or test loss at the end (nats per byte for the language model): mean over
+            the seeds
+  to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and
+            learning rate
+  accuracy  of the digits: mean over the seeds
   bytes     sent per rank and step on average, as a share of what an all-reduce in float32 sends
 """
 
@@ -29,13 +30,13 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import Row, number, parse, parser, report, run_missing
+from common import Row, machine, number, parse, parser, report, run_missing
 from language_model import (
     ALL,
     BATCH,
@@ -50,7 +51,6 @@ from language_model import (
     validation_loss,
     windows,
 )
-from machine import machine
 from torch import nn
 from torch.nn import functional
 
@@ -68,11 +68,10 @@ class Setting:
         lr: the learning rate; 0: 1e-3, with SGD 0.05.
         exact: an all-reduce of the gradients in every step, and no local steps.
         every: H, steps between two outer steps.
-        outer_lr: a number, or a rule in the number of ranks W: a name in `RULES`.
         wire: how the weight differences, with `exact` the gradients, are sent: a hook of
             language_model.py.
-        inner: factor of every optimizer's learning rate, or a rule of `RULES`, which applies to
-            AdamW only: "sqrt" is the default of commhooks.
+        inner: factor of every optimizer's learning rate; "sqrt", the default of commhooks, is the
+            square root of the number of ranks, for AdamW only.
         clip: maximum norm of a rank's gradient; 0: no limit.
     """
 
@@ -82,7 +81,7 @@ class Setting:
     exact: bool = False
     every: int = 5
     momentum: float = 0.0
-    outer_lr: str = "1"
+    outer_lr: float = 1.0
     wire: str = "allreduce"
     inner: str = "1"
     clip: float = 1.0
@@ -90,20 +89,15 @@ class Setting:
     @classmethod
     def parse(cls, words: str) -> "Setting":
         kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        given = dict(word.split("=", 1) for word in words.split())
-        if unknown := given.keys() - kinds.keys():
+        words_given = dict(word.split("=", 1) for word in words.split())
+        if unknown := words_given.keys() - kinds.keys():
             raise SystemExit(f"--settings: no {sorted(unknown)[0]!r}; there are {', '.join(kinds)}")
         return cls(
-            **{name: kinds[name](int(v) if kinds[name] is bool else v) for name, v in given.items()}
+            **{
+                name: kinds[name](int(v) if kinds[name] is bool else v)
+                for name, v in words_given.items()
+            }
         )
-
-
-RULES = {
-    "sqrt": lambda ranks: ranks**0.5,
-    "sqrt2": lambda ranks: min(2.0, ranks**0.5),
-    "1.2sqrt": lambda ranks: 1.2 * ranks**0.5,
-    "w0.75": lambda ranks: ranks**0.75,
-}
 
 
 class Task(Protocol):
@@ -145,7 +139,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 class Digits:
     def __init__(self) -> None:
         images, self.labels, test_images, self.test_labels = digits()
-        self.images, self.test_images = images.flatten(1), test_images.flatten(1)
+        self.images = images.flatten(1)
+        self.test_images = test_images.flatten(1)
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -175,15 +170,15 @@ def optimizers_of(
 ) -> list[tuple[Any, Any]]:
     """Return the optimizers of one rank, each with its schedule."""
     lr = setting.lr or (0.05 if setting.optimizer == "sgd" else 1e-3)
-    factor = RULES[setting.inner](count) if setting.inner in RULES else float(setting.inner)
+    factor = count**0.5 if setting.inner == "sqrt" else float(setting.inner)
     of_adam = factor * lr
-    if setting.inner not in RULES:
+    if setting.inner != "sqrt":
         lr *= factor
     if setting.optimizer == "adamw" and setting.task == "language":
         return [recipe(model, steps, of_adam / 1e-3)]
-    every = list(model.parameters())
-    matrices = [p for p in every if p.ndim == 2 and setting.optimizer == "muon"]
-    rest = [p for p in every if not any(p is m for m in matrices)]
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.ndim == 2 and setting.optimizer == "muon"]
+    rest = [p for p in parameters if not any(p is m for m in matrices)]
     made: list[tuple[torch.optim.Optimizer, float]] = []
     if setting.optimizer == "sgd":
         made.append((torch.optim.SGD(rest, lr=lr, momentum=0.9), lr))
@@ -193,41 +188,49 @@ def optimizers_of(
         made.append((torch.optim.Muon(matrices, lr=20 * lr, weight_decay=0.01), 20 * lr))
     return [
         (
-            each,
+            optimizer,
             torch.optim.lr_scheduler.OneCycleLR(
-                each, peak, steps, pct_start=0.1, cycle_momentum=False
+                optimizer, peak, steps, pct_start=0.1, cycle_momentum=False
             ),
         )
-        for each, peak in made
+        for optimizer, peak in made
     ]
+
+
+def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
+    parameters = dict(model.named_parameters())
+    return [parameters[name] for name in names]
+
+
+def _flat(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
 
 
 class Ranks:
     """The models, optimizers and schedules of all ranks."""
 
     def __init__(self, count: int, steps: int, setting: Setting, task: Task) -> None:
-        self.task, self.clip = task, setting.clip
+        self.task = task
+        self.clip = setting.clip
         self.models = [task.model() for _ in range(count)]
         for model in self.models[1:]:
             model.load_state_dict(self.models[0].state_dict())
-        made = [optimizers_of(model, setting, steps, count) for model in self.models]
-        self.optimizers = [[optimizer for optimizer, _ in of_model] for of_model in made]
-        self.schedules = [schedule for of_model in made for _, schedule in of_model]
+        self.optimizers: list[list[torch.optim.Optimizer]] = []
+        self.schedules: list[Any] = []
+        for model in self.models:
+            pairs = optimizers_of(model, setting, steps, count)
+            self.optimizers.append([optimizer for optimizer, _ in pairs])
+            self.schedules += [schedule for _, schedule in pairs]
         # the order of DDP's buckets
         self.named = dict(reversed(list(self.models[0].named_parameters())))
         names = list(self.named)
-        self.parameters = [
-            [dict(model.named_parameters())[name] for name in names] for model in self.models
-        ]
+        self.parameters = [_in_order(model, names) for model in self.models]
 
     def gradients(self, batch: torch.Tensor) -> list[torch.Tensor]:
         for model, part in zip(self.models, batch.chunk(len(self.models)), strict=True):
             model.zero_grad()
             self.task.loss(model, part).backward()
-        return [
-            torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-            for parameters in self.parameters
-        ]
+        return [_flat(p.grad for p in parameters) for parameters in self.parameters]
 
     def set_gradients(self, flats: list[torch.Tensor]) -> None:
         for parameters, flat in zip(self.parameters, flats, strict=True):
@@ -246,9 +249,7 @@ class Ranks:
             schedule.step()
 
     def weights(self) -> list[torch.Tensor]:
-        return [
-            torch.cat([p.detach().flatten() for p in parameters]) for parameters in self.parameters
-        ]
+        return [_flat(p.detach() for p in parameters) for parameters in self.parameters]
 
     @torch.no_grad()
     def set_weights(self, flat: torch.Tensor) -> None:
@@ -270,9 +271,6 @@ def train(job: Job) -> Row:
     batches = torch.Generator().manual_seed(seed)
     anchor = ranks.weights()[0]
     velocity = torch.zeros_like(anchor)
-    outer_lr = (
-        RULES[setting.outer_lr](count) if setting.outer_lr in RULES else float(setting.outer_lr)
-    )
     rounds = 0
     for step in range(1, steps + 1):
         gradients = ranks.gradients(task.batch(batches))
@@ -286,7 +284,7 @@ def train(job: Job) -> Row:
         deltas = [anchor - weights for weights in ranks.weights()]
         wire.step(deltas)
         velocity = setting.momentum * velocity + deltas[0]
-        anchor = anchor - outer_lr * (deltas[0] + setting.momentum * velocity)
+        anchor = anchor - setting.outer_lr * (deltas[0] + setting.momentum * velocity)
         ranks.set_weights(anchor)
     with torch.no_grad():
         result = task.result(ranks.models[0], steps)
@@ -295,8 +293,7 @@ def train(job: Job) -> Row:
     return row | result | {"share": sent, "rounds": rounds}
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 EXACT = "exact=1"
 
@@ -309,37 +306,20 @@ def baseline(words: str) -> str:
     return " ".join([*kept, EXACT])
 
 
-SETTINGS = [EXACT, f"{EXACT} wire=int4"]
-SETTINGS += [f"every={h}{wire}" for h in (5, 10, 20, 30) for wire in ("", " wire=int4")]
-SETTINGS += [
-    f"every={h} momentum={m} outer_lr={lr}"
-    for h in (5, 30)
-    for m in (0.5, 0.9)
-    for lr in (0.7, 1.0)
-]
-# AdamW takes shorter steps on noisier gradients: which learning rate is best differs.
-SETTINGS += [
-    f"{words} inner={lr}"
-    for words in (EXACT, f"{EXACT} wire=int4", "every=5 wire=int4", "every=30")
-    for lr in (1.4, 2.0, 2.8)
-]
-# Which outer learning rate needs no other inner one?
-KINDS = [
+TASKS_AND_OPTIMIZERS = [
     "",
     "task=digits ",
     "task=digits lr=0.003 ",
-    "task=digits optimizer=sgd ",
     "task=digits optimizer=muon ",
+    "task=digits optimizer=sgd clip=0 ",
 ]
-SETTINGS += [
-    f"{k}every={h} outer_lr={r} wire=int4"
-    for k in KINDS
-    for h in (5, 10, 16, 30)
-    for r in ("1", *RULES)
-]
-# Which inner one does the default of commhooks have? SGD without a limit of the norm needs none.
-KINDS = [*(kind for kind in KINDS if "sgd" not in kind), "task=digits optimizer=sgd clip=0 "]
-SETTINGS += [f"{k}every={h} inner=sqrt wire=int4" for k in KINDS for h in (5, 10, 20, 30)]
+SETTINGS = [EXACT, f"{EXACT} wire=int4"]
+for every in (5, 10, 20, 30):
+    SETTINGS += [f"every={every}", f"every={every} wire=int4"]
+    SETTINGS += [f"{start}every={every} inner=sqrt wire=int4" for start in TASKS_AND_OPTIMIZERS]
+# AdamW takes shorter steps on noisier gradients: which learning rate is best differs.
+for words in (EXACT, f"{EXACT} wire=int4", "every=5 wire=int4", "every=30"):
+    SETTINGS += [f"{words} inner={factor}" for factor in (1.4, 2.0, 2.8)]
 
 
 def job_of(row: Row) -> Job:

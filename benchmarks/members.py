@@ -38,8 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, number, parse, parser, report
-from machine import in_words, machine
+from common import Row, in_words, machine, number, parse, parser, report
 from torch import nn
 
 import commhooks

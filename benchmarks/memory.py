@@ -1,15 +1,12 @@
-"""Memory that a hook holds and needs, over that of the same training with `noop`, and what it
-allocates per step.
+"""Memory that a hook holds and needs beyond a training with `noop`, and its allocations per step.
 
-    python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25] [--weights-mb 64]
+    python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25]
 
 Each hook trains for some steps (forward, backward, SGD), on one rank and in a process of its own,
 with several buckets. Every step runs under torch.profiler with profile_memory, whose events contain
 each allocation and each release of torch's allocator, including DDP's C++ code. So the figures are
 sums of bytes and not samples. They do not include gloo's own buffers. Memory that gloo's threads
 release is only seen when it is allocated again, so fp16 and bf16 may seem to hold up to a bucket.
-
-`diloco-2` (int4) and `local-2` take an outer step every second step, in buffers of --weights-mb.
 
   held        bytes that are allocated after the last step and were not before DDP was made
   peak        the maximum over all steps; the second step, in which DDP rebuilds its buckets and a
@@ -37,15 +34,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-from common import Row, number, parse, parser, report, run_ranks
+from common import Row, machine, number, parse, parser, report, run_ranks
 from hooks import wrap
-from machine import machine
 from models import TASKS, forward_loss, make, numel
 from torch.profiler import ProfilerActivity, profile
 
-from commhooks.local_steps import flat_weights
-
-STEPS = 6
+STEPS, BATCH = 6, 16  # vectors, tokens or images
 REBUILT = 1
 """Index of the step at whose beginning DDP rebuilds its buckets."""
 
@@ -95,13 +89,10 @@ def _changes(function: Callable[[], object]) -> list[tuple[int, int]]:
     return [(int(event["args"]["Addr"]), int(event["args"]["Bytes"])) for event in events]
 
 
-def measure(
-    model_name: str, label: str, start: int, bucket_cap_mb: float, size: int, weights_mb: float
-) -> Row:
-    flat_weights.BUFFER_BYTES = int(weights_mb * 2**20)
+def measure(model_name: str, label: str, start: int, bucket_cap_mb: float) -> Row:
     model, task = make(model_name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batches = [task.batch(size) for _ in range(STEPS)]
+    batches = [task.batch(BATCH) for _ in range(STEPS)]
     ledger = Ledger()
     made = []
     # Includes DDP's buckets. init_sync=True would make gloo's threads release a copy of the whole
@@ -147,10 +138,6 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument(
         "--buckets-mb", type=float, default=25, help="bucket_cap_mb of DDP; torch's hook gets one"
     )
-    made.add_argument(
-        "--weights-mb", type=float, default=64, help="MiB of weights that local steps send at once"
-    )
-    made.add_argument("--batch", type=int, default=16, help="vectors, tokens or images")
     return made
 
 
@@ -184,10 +171,8 @@ def main() -> None:
             (f"powersgd-{rank} from 0", f"powersgd-{rank}", 0),
         ]
         candidates += [
-            (f"batched-{rank}", f"batched-{rank}", 2),
             (f"torch-{rank}", f"torch-{rank}", 2),
         ]
-    candidates += [("diloco-2", "diloco-2", 0), ("local-2", "local-2", 0)]
     if args.quick:
         candidates = [
             candidate
@@ -202,8 +187,6 @@ def main() -> None:
             label,
             start,
             args.buckets_mb,
-            args.batch,
-            args.weights_mb,
             world_size=1,
         )
         for name, label, start in candidates

@@ -25,8 +25,7 @@ class Task:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# ---- transformers
-# --------------------------------------------------------------------------------------------------
+# ---- transformers --------------------------------------------------------------------------------
 
 
 def transformer_blocks(width: int = 512, blocks: int = 8) -> nn.Module:
@@ -60,8 +59,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         apart = [
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for each in self.inputs(x).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.inputs(x).chunk(3, dim=-1)
         ]
         mixed = functional.scaled_dot_product_attention(*apart, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -111,8 +110,7 @@ class GPT2(nn.Module):
         return self.output(self.norm(self.blocks(x)))
 
 
-# ---- a residual network
-# ----------------------------------------------------------------------------------------------
+# ---- a residual network --------------------------------------------------------------------------
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
@@ -149,8 +147,7 @@ def resnet50() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
-# ---- as tasks
-# --------------------------------------------------------------------------------------------------
+# ---- as tasks ------------------------------------------------------------------------------------
 
 
 def _images(side: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, number, parse, parser, report
-from machine import machine
+from common import Row, machine, number, parse, parser, report
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,9 +4,9 @@
                                            0] [--timed 60] [--results FILE] [--plot PNG]
 
 The transformer of language_model.py trains for 1,500 steps on two ranks, joined by the link of
-limited_link.py. Every hook has the same data and schedule, and nothing is tuned; in `int8@2` the
-learning rate is doubled. PowerSGD begins after 10 % of the steps. Labels with "native" are the
-defaults on a CPU with a C compiler; auto and auto-close choose during training.
+limited_link.py. Every hook has the same data and schedule, and nothing is tuned; PowerSGD begins
+after 10 % of the steps. Labels with "native" are the defaults on a CPU with a C compiler; auto and
+auto-close choose during training.
 
 With --timed N the trainings run only without a limit, which does not change their losses, and at
 each rate the seconds of a step are the mean of N steps. Use it for hooks whose steps all cost the
@@ -14,7 +14,7 @@ same, not for PowerSGD or auto.
 
   seconds    of all steps from the first one on, without the validations, by rank 0's clock
   MB sent    by the interface of rank 0, including headers
-  reached    seconds until the loss was at most --within above plain DDP's last loss with the same
+  reached    seconds until the loss was at most 0.5 % above plain DDP's last loss with the same
              seed and rate, interpolated linearly between two validations. "no": not within these
              steps
   sooner     the seconds until plain DDP has reached it, divided by the seconds in `reached`
@@ -36,10 +36,9 @@ from typing import Any, NamedTuple
 import language_model
 import torch
 import torch.distributed as dist
-from common import Row, number, parse, parser, report, run_missing
+from common import Row, machine, number, parse, parser, report, run_missing
 from hooks import CHOOSING, LABELS, starts_late, wrap
 from limited_link import Link, Ranks, bits_per_second, bytes_sent, is_rank, serve
-from machine import machine
 from torch import nn
 
 HOOKS = ["ddp", "bf16", "native-int8", "native-int4", "native-4", "torch-4", "auto", "auto-close"]
@@ -47,6 +46,7 @@ POINTS = 20
 VALIDATION_BATCHES = 32  # at each point of a curve
 WARM_UP = 10  # steps before those that are timed; in the first two DDP builds its buckets
 LIMIT_S = 7200.0
+WITHIN = 0.005  # of plain DDP's last loss, as a share
 Curve = list[list[float]]
 """Of [step, seconds, MB, loss]."""
 
@@ -64,8 +64,7 @@ class Job(NamedTuple):
         return self._replace(rate="unlimited", timed=0) if self.timed else self
 
 
-# ---- on each rank
-# --------------------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> Callable[..., Row]:
@@ -74,12 +73,13 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> C
         warm-up. Times are from rank 0's clock, which stops during validations.
         """
         torch.manual_seed(seed)
-        label, _, faster = label.partition("@")
         model = language_model.ByteTransformer()
-        optimizer, schedule = language_model.recipe(model, steps, float(faster or 1))
+        optimizer, schedule = language_model.recipe(model, steps)
         batches = parts(torch.Generator().manual_seed(seed), rank, world_size)
         wrapped, hook = wrap(model, label, start=steps // 10 if starts_late(label) else 0)
-        seconds, megabytes, curve = 0.0, 0.0, []
+        seconds = 0.0
+        megabytes = 0.0
+        curve = []
         ends = (
             [WARM_UP, WARM_UP + timed]
             if timed
@@ -87,7 +87,8 @@ def worker(rank: int, world_size: int, ranks_per_node: int, interface: str) -> C
         )
         for begin, end in itertools.pairwise([0, *ends]):
             dist.barrier()
-            before, started = bytes_sent(interface), time.perf_counter()
+            before = bytes_sent(interface)
+            started = time.perf_counter()
             for batch in itertools.islice(batches, end - begin):
                 wrapped.zero_grad(set_to_none=True)
                 language_model.loss_of(wrapped, batch).backward()
@@ -115,8 +116,7 @@ def parts(generator: torch.Generator, rank: int, world_size: int) -> Iterator[to
         yield batch.chunk(world_size)[rank]
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def run(jobs: list[Job], points: int) -> Iterator[Row]:
@@ -157,7 +157,7 @@ def row_of(rate: str, label: str, done: dict[Job, Row], args: argparse.Namespace
     jobs = [Job(rate, seed, label, args.steps, args.timed) for seed in args.seeds]
     curves = [curve_of(job, done) for job in jobs]
     plain = [curve_of(job._replace(label="ddp"), done) for job in jobs]
-    goals = [curve[-1][3] * (1 + args.within) for curve in plain]
+    goals = [curve[-1][3] * (1 + WITHIN) for curve in plain]
     reached = [reached_after(curve, goal) for curve, goal in zip(curves, goals, strict=True)]
     of_plain = [
         reached_after(curve, goal) or math.nan for curve, goal in zip(plain, goals, strict=True)
@@ -189,15 +189,15 @@ DRAWN = {
 """Name and colour of the hooks that are drawn."""
 
 
-def draw(rows: list[Row], within: float, file: Path) -> None:
+def draw(rows: list[Row], file: Path) -> None:
     """Draw loss against time at the first rate, for the first seed, with a dot where plain DDP's
-    last loss is reached but for a share of `within`.
+    last loss is reached but for a share of `WITHIN`.
     """
     from matplotlib.figure import Figure
 
     by_hook = {row["hook"]: row for row in rows if row["rate"] == rows[0]["rate"]}
     plain: Curve = by_hook["ddp"]["curves"][0]
-    goal = plain[-1][3] * (1 + within)
+    goal = plain[-1][3] * (1 + WITHIN)
     unit_s, unit = (60, "min") if plain[-1][1] > 120 else (1, "s")
     rate = rows[0]["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
@@ -226,7 +226,7 @@ def draw(rows: list[Row], within: float, file: Path) -> None:
         xlim=(0, None),
     )
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, title=f"within {100 * within:g} % of plain DDP's last loss after")
+    axis.legend(frameon=False, title=f"within {100 * WITHIN:g} % of plain DDP's last loss after")
     figure.savefig(file, dpi=300)
 
 
@@ -243,7 +243,6 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument(
         "--timed", type=int, default=0, help="steps that are timed at each rate; 0: all run there"
     )
-    made.add_argument("--within", type=float, default=0.005, help="share of plain DDP's loss")
     made.add_argument(
         "--results", type=Path, default=Path("time_to_loss.jsonl"), help="finished trainings"
     )
@@ -288,7 +287,7 @@ def main() -> None:
         "time_to_loss", f"time to loss: 2 ranks, {len(args.seeds)} seeds", args, at, rows, columns
     )
     if args.plot is not None:
-        draw(rows, args.within, args.plot)
+        draw(rows, args.plot)
 
 
 if __name__ == "__main__":

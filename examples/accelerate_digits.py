@@ -91,10 +91,8 @@ def main() -> None:
     train, test = digits()
     model = digits_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train_loader, test_loader = (
-        DataLoader(train, batch_size=32, shuffle=True),
-        DataLoader(test, batch_size=180),
-    )
+    train_loader = DataLoader(train, batch_size=32, shuffle=True)
+    test_loader = DataLoader(test, batch_size=180)
     model, optimizer, train_loader, test_loader = accelerator.prepare(
         model, optimizer, train_loader, test_loader
     )

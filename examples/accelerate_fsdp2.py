@@ -74,10 +74,8 @@ def main() -> None:
     train, test = digits()
     model = digits_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    train_loader, test_loader = (
-        DataLoader(train, batch_size=32, shuffle=True),
-        DataLoader(test, batch_size=90),
-    )
+    train_loader = DataLoader(train, batch_size=32, shuffle=True)
+    test_loader = DataLoader(test, batch_size=90)
     model, optimizer, train_loader, test_loader = accelerator.prepare(
         model, optimizer, train_loader, test_loader
     )

@@ -72,23 +72,23 @@ def failures(outcome: Outcome, max_loss_points: float) -> list[str]:
         max_loss_points: by how many percentage points a hook's test accuracy may be below
             all-reduce's.
     """
-    found = []
+    sentences = []
     for name, result in (("auto", outcome.auto), ("diloco", outcome.diloco)):
         loss_points = 100 * (outcome.allreduce["test_accuracy"] - result["test_accuracy"])
         if not loss_points <= max_loss_points:
-            found.append(
+            sentences.append(
                 f"{name} is {loss_points:.2f} points below all-reduce, more than"
                 f" {max_loss_points:g}"
             )
     less = outcome.allreduce["stats"]["bytes_sent"] / outcome.diloco["stats"]["bytes_sent"]
     if less < LESS:
-        found.append(f"diloco sent {less:.1f} times less, not {LESS} times")
+        sentences.append(f"diloco sent {less:.1f} times less, not {LESS} times")
     if (
         outcome.allreduce["slow_connections"]
         and outcome.diloco["seconds"] > outcome.allreduce["seconds"]
     ):
-        found.append("diloco took longer than all-reduce")
-    return found + failures_after_the_kill(
+        sentences.append("diloco took longer than all-reduce")
+    return sentences + failures_after_the_kill(
         outcome.resumed, outcome.saved_steps, outcome.different_weights
     )
 
@@ -97,18 +97,19 @@ def failures_after_the_kill(
     resumed: dict[str, Any], saved_steps: int, differ: list[str]
 ) -> list[str]:
     """The failed checks of the resumed training; the arguments are as in `Outcome`."""
-    found = []
+    sentences = []
     # A run that restarts from the beginning reaches the same weights, so check separately that it
     # has resumed.
-    trained, missing = resumed["stats"]["backward_passes"], resumed["global_step"] - saved_steps
+    trained = resumed["stats"]["backward_passes"]
+    missing = resumed["global_step"] - saved_steps
     if trained != missing:
-        found.append(
+        sentences.append(
             f"it did not resume: after the kill it trained {trained} steps, where {missing} were"
             " missing"
         )
     if differ:
-        found.append(f"the weights differ after the kill: {', '.join(differ)}")
-    return found
+        sentences.append(f"the weights differ after the kill: {', '.join(differ)}")
+    return sentences
 
 
 def different_weights(folder: Path, other: Path) -> list[str]:
@@ -370,12 +371,12 @@ def run_to_a_verdict(
     folder = Path(tempfile.mkdtemp(prefix="commhooks-demo-"))
     with tempfile.TemporaryDirectory(prefix="commhooks-hf-") as hf_home:
         try:
-            found = run(args, folder, clean_env.cleaned(os.environ, hf_home))
+            sentences = run(args, folder, clean_env.cleaned(os.environ, hf_home))
         except TrainingFailed as failure:
-            found = [str(failure)]
-    for sentence in found:
+            sentences = [str(failure)]
+    for sentence in sentences:
         console.print(f"FAILED: {sentence}", style="bold red", markup=False)
-    if found:
+    if sentences:
         console.print(f"Checkpoints, logs and outputs are in {folder}", markup=False)
         return 1
     shutil.rmtree(folder)

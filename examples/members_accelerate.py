@@ -43,10 +43,8 @@ def main() -> None:
     model = digits_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    train_loader, test_loader = (
-        DataLoader(train, batch_size=32, shuffle=True),
-        DataLoader(test, batch_size=180),
-    )
+    train_loader = DataLoader(train, batch_size=32, shuffle=True)
+    test_loader = DataLoader(test, batch_size=180)
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, test_loader
     )

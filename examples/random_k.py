@@ -50,10 +50,8 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
     needs_exact_step = True  # the choice depends on it
 
     def plan_parameter(self, info):
-        plan, k = (
-            commhooks.UnitPlan.uncompressed(info, "too small"),
-            int(self.config.share * info.numel),
-        )
+        plan = commhooks.UnitPlan.uncompressed(info, "too small")
+        k = int(self.config.share * info.numel)
         return (
             plan
             if k < 1
@@ -68,8 +66,11 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
         ]
 
     def exchange(self, flat, work, state, step):
-        (layout, plans), wire = work, self.wire_dtype_for(flat.dtype)
-        deltas, chosen, parts = {}, {}, []
+        (layout, plans) = work
+        wire = self.wire_dtype_for(flat.dtype)
+        deltas = {}
+        chosen = {}
+        parts = []
         for slot, plan in zip(layout.slots, plans, strict=True):
             part = slot.of(flat)
             if plan.compressed:
@@ -78,16 +79,18 @@ class RandomKCompressor(commhooks.Compressor[RandomK]):
                 check = delta.abs().amax() * 0  # NaN where any element is not finite, sent or not
                 part = torch.cat([delta[index], check.view(1)])
             parts.append((part / step.world_size).to(wire))
-        own, sizes = torch.cat(parts), [len(part) for part in parts]
-        mean = yield commhooks.Send(own.clone(), op="sum", last=True)
+        kept = torch.cat(parts)
+        sizes = [len(part) for part in parts]
+        mean = yield commhooks.Send(kept.clone(), op="sum", last=True)
         good = yield commhooks.Verdict(mean.isfinite().all())
         for slot, sent, arrived in zip(
-            layout.slots, own.split(sizes), mean.split(sizes), strict=True
+            layout.slots, kept.split(sizes), mean.split(sizes), strict=True
         ):
             if slot.name not in deltas:
                 slot.of(flat).copy_(arrived)
                 continue
-            delta, index = deltas[slot.name], chosen[slot.name]
+            delta = deltas[slot.name]
+            index = chosen[slot.name]
             slot.of(flat).zero_()[index] = (arrived[:-1] + arrived[-1]).to(flat.dtype)
             left = delta.index_add_(0, index, sent[:-1].to(delta.dtype), alpha=-step.world_size)
             commhooks.keep_residual(slot, left, good, state)

@@ -1,6 +1,4 @@
-"""Saves and loads hooks without a compressor's learned state: their step, and the state of a user's
-hook.
-"""
+"""Saves and loads hooks without learned state: their step, and the state of a user's hook."""
 
 import collections
 from collections.abc import Callable
@@ -24,9 +22,10 @@ logger = logger_of(__name__)
 
 
 class UserStateCheckpointer:
-    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and
-    `load_state_dict`. `replicas_equal`: False for a hook that averages nothing, so that each rank
-    has different weights.
+    """Saves and loads the step of a hook, and the user's state if it can be saved.
+
+    That is, if the state has `state_dict` and `load_state_dict`. `replicas_equal`: False for a hook
+    that averages nothing, so that each rank has different weights.
     """
 
     step_is = "step"
@@ -46,7 +45,8 @@ class UserStateCheckpointer:
         self._state = state
         self._replicas_equal = replicas_equal
         self._counters = counters
-        self._rank, self._world_size = group.rank(), group.size()
+        self._rank = group.rank()
+        self._world_size = group.size()
         self._passes_before = 0
 
     def begin_anew(self) -> None:
@@ -80,11 +80,11 @@ class UserStateCheckpointer:
             "step": self.step,
             COUNTERS: self._counters.cumulative(),
             "world_size": self._world_size,
-            "hook_state": self._own_state(),
+            "hook_state": self._users_state(),
             **({} if self._replicas_equal else {REPLICAS_EQUAL: False}),
         }
 
-    def _own_state(self) -> Any:
+    def _users_state(self) -> Any:
         saved = self._state.state_dict() if self.saves_state else None
         problem = plain_types_problem(saved)
         if problem is None:
@@ -101,14 +101,14 @@ class UserStateCheckpointer:
         check_world_size(content)
         if "hook_state" not in content:
             raise damaged("there is no 'hook_state', not even None")
-        step, saved = content["step"], content["hook_state"]
-        kind, problem = type(self._state).__name__, ""
+        saved = content["hook_state"]
+        kind = type(self._state).__name__
+        problem = ""
         if saved is not None and not self.saves_state:
             problem = (
                 f"the checkpoint holds a state of hook {self._hook!r}, but its hook_state now"
-                f" ({kind}) has no "
+                f" ({kind}) has no load_state_dict"
             )
-            problem += "load_state_dict"
             if strict:
                 raise PayloadError(
                     f"{problem}; strict=False, with hook=... or in the load, loads the step without"
@@ -124,22 +124,25 @@ class UserStateCheckpointer:
         if problem and self._rank == 0:
             logger.warning(problem)
 
-        def adopt() -> None:
+        def take_over() -> None:
             if saved is not None:
-                try:
-                    self._state.load_state_dict(saved)
-                except CommHookError:
-                    raise
-                except Exception as error:
-                    raise PayloadError(
-                        f"load_state_dict of hook {self._hook!r}'s state ({kind}) refused the saved"
-                        f" hook_state ({type(error).__name__}: {shown(error)}). It may have changed"
-                        " a part of the state; the step is unchanged"
-                    ) from error
-            self._passes_before = step - self._counters.backward_passes
+                self._load_users_state(saved)
+            self._passes_before = content["step"] - self._counters.backward_passes
             self._counters.resume_from(content[COUNTERS])
 
-        return adopt
+        return take_over
+
+    def _load_users_state(self, saved: Any) -> None:
+        try:
+            self._state.load_state_dict(saved)
+        except CommHookError:
+            raise
+        except Exception as error:
+            raise PayloadError(
+                f"load_state_dict of hook {self._hook!r}'s state ({type(self._state).__name__})"
+                f" refused the saved hook_state ({type(error).__name__}: {shown(error)}). It may"
+                " have changed a part of the state; the step is unchanged"
+            ) from error
 
     def resumed(self, content: dict[str, Any]) -> str:
         return ""
@@ -156,29 +159,27 @@ _MAPPINGS = (dict, collections.OrderedDict)
 def plain_types_problem(
     value: Any, path: str = "", above: frozenset[int] = frozenset()
 ) -> str | None:
-    """Return path and type of the first value in `value` that `torch.load(weights_only=True)` would
-    reject, or None. A single such value makes the whole checkpoint unreadable. Types must match
-    exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
+    """Return path and type of the first value that `torch.load(weights_only=True)` would reject.
+
+    Returns None if it would reject none. A single such value makes the whole checkpoint unreadable.
+    Types must match exactly: `numpy.float64` is a subclass of float, but its pickle is rejected.
     """
     kind = type(value)
+    place = path or "the value itself"
     if kind in _LEAVES:
         return None
     if kind not in (list, tuple, set, *_MAPPINGS):
-        return f"{path or 'the value itself'} is a {kind.__module__}.{kind.__qualname__}"
+        return f"{place} is a {kind.__module__}.{kind.__qualname__}"
     if id(value) in above:
         return f"{path} contains itself"
     above |= {id(value)}
     inner: list[tuple[Any, str]] = []
     if kind in _MAPPINGS:
         for key, item in value.items():
-            inner += [
-                (key, f"the key {key!r} of {path or 'the value itself'}"),
-                (item, f"{path}[{key!r}]"),
-            ]
+            inner += [(key, f"the key {key!r} of {place}"), (item, f"{path}[{key!r}]")]
+    elif kind is set:
+        inner = [(item, f"an element of {path}") for item in value]
     else:
-        inner = [
-            (x, f"an element of {path}" if kind is set else f"{path}[{i}]")
-            for i, x in enumerate(value)
-        ]
+        inner = [(item, f"{path}[{index}]") for index, item in enumerate(value)]
     problems = (plain_types_problem(item, where, above) for item, where in inner)
     return next((problem for problem in problems if problem is not None), None)

@@ -1,14 +1,14 @@
-"""Define learned state, the tensors and counters that a compressor keeps from step to step, and its
-lock.
+"""Define learned state, which a compressor keeps from step to step, and its lock.
 
 On an accelerator the outcome of a pass stays on the device, and the host reads it only when it is
 needed.
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +24,10 @@ Entries = dict[str, dict[str, torch.Tensor]]
 
 @dataclass
 class LearnedState:
-    """Holds tensors by field and by name, independent of the bucket layout:
-    `state["residual"]["layer.weight"]`. Pickles of `PowerSGDState` hold the attributes by name, so
-    do not rename them.
+    """Holds tensors by field and by name, as in `state["residual"]["layer.weight"]`.
+
+    The names are independent of the bucket layout. Pickles of `PowerSGDState` hold the attributes
+    by name, so do not rename them.
 
     Attributes:
         step: number of committed synchronised backward passes, the same on every rank.
@@ -45,7 +46,7 @@ class LearnedState:
 
     step: int = 0
     nonfinite_steps: int = 0
-    entries: Entries = field(default_factory=dict)
+    entries: Entries = dataclasses.field(default_factory=dict)
     local: frozenset[str] = frozenset({"residual"})
     loss_scale: LossScale = 1.0
     local_missing: bool = False
@@ -55,29 +56,25 @@ class LearnedState:
     @classmethod
     def of(cls, fields: Iterable[StateField]) -> "LearnedState":
         fields = list(fields)
-        keys = [each.key for each in fields]
+        keys = [field.key for field in fields]
         if len(set(keys)) < len(keys):
             raise HookConfigError(f"state_fields: the keys {keys} are not all different")
-        return cls(local=frozenset(each.key for each in fields if not each.replicated))
+        return cls(local=frozenset(field.key for field in fields if not field.replicated))
 
     def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
         return self.entries.setdefault(key, {})
 
     def compact_copy(self) -> "LearnedState":
-        """Copy the state without slices of larger storages, because pickling a slice saves the
-        whole storage.
+        """Copy the state without slices of larger storages.
+
+        Pickling a slice would save the whole storage.
         """
-        entries = {
-            key: {
-                n: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
-                for n, t in tensors.items()
-            }
-            for key, tensors in self.entries.items()
-        }
-        return replace(self, entries=entries)
+        return dataclasses.replace(
+            self, entries={key: _without_slices(self.entries[key]) for key in self.entries}
+        )
 
     def keep_fields(self, fields: Iterable[StateField]) -> None:
-        for key in self.entries.keys() - {each.key for each in fields}:
+        for key in self.entries.keys() - {field.key for field in fields}:
             del self.entries[key]
 
     def forget_replicated(self) -> None:
@@ -98,10 +95,12 @@ class LearnedState:
     def rescale(
         self, fields: Iterable[StateField], factor: LossScale, but: Collection[str]
     ) -> None:
-        for each in fields:
-            for name, tensor in self[each.key].items() if each.scales_with_loss else ():
-                if name not in but:
-                    tensor.mul_(factor)
+        """Multiply the fields that are proportional to the loss, without the names in `but`."""
+        for field in fields:
+            if field.scales_with_loss:
+                for name, tensor in self[field.key].items():
+                    if name not in but:
+                        tensor.mul_(factor)
 
     def to_host(self) -> None:
         for tensors in self.entries.values():
@@ -111,9 +110,15 @@ class LearnedState:
         return any(self[key] for key in self.local)
 
 
+def _without_slices(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 class HeldState:
-    """Guards the learned state of a session, and maintains `state.step` and the counters of
-    committed steps.
+    """Guards the learned state of a session, and counts its committed steps.
 
     Attributes:
         lock: hold it while writing the learned state, and while reading it from another thread.
@@ -134,18 +139,19 @@ class HeldState:
         self._unread: tuple[torch.Tensor, int, bool] | None = None
 
     def steps(self, start: int, *, exact: bool) -> tuple[int, int]:
-        """Return the smallest and the largest possible number of committed steps; they differ while
-        the outcome of some passes is unread. Synchronises with an accelerator only if `exact`, or
-        if `start` lies in between.
+        """Return the smallest and the largest possible number of committed steps.
+
+        They differ while the outcome of some passes is unread. Synchronises with an accelerator
+        only if `exact`, or if `start` lies in between.
         """
         # a save in another thread may be updating `state.step` and the unread passes
         with self.lock:
-            step, unread = self.state.step, self._unread
-            passes = unread[1] if unread else 0
-            if passes and (exact or step < start <= step + passes):
+            smallest = self.state.step
+            largest = smallest + (self._unread[1] if self._unread else 0)
+            if largest > smallest and (exact or smallest < start <= largest):
                 self.settle()
-                step, passes = self.state.step, 0
-            return step, step + passes
+                smallest = largest = self.state.step
+            return smallest, largest
 
     @contextlib.contextmanager
     def committing(self, device: torch.device) -> Iterator[None]:
@@ -165,8 +171,9 @@ class HeldState:
                 self.in_commit = False
 
     def add(self, verdict: torch.Tensor | bool, loss_scale: LossScale, *, compressed: bool) -> None:
-        """Count a pass with this loss scale. Call this in the body of `committing`. `verdict` (a
-        bool on the CPU, else a 0-dim bool tensor): whether the pass is committed.
+        """Count a pass with this loss scale. Call this in the body of `committing`.
+
+        `verdict` (a bool on the CPU, else a 0-dim bool tensor): whether the pass is committed.
         """
         if verdict is not False:
             before = self.state.loss_scale
@@ -179,28 +186,25 @@ class HeldState:
         if isinstance(verdict, bool) and self._unread is None:
             self._count(int(verdict), float(self.state.loss_scale), 1, compressed)
             return
-        count, passes = (
-            self._unread[:2] if self._unread else (torch.zeros((), dtype=torch.int64), 0)
-        )
-        self._unread = (verdict + count, passes + 1, compressed)
+        committed, passes, _ = self._unread or (torch.zeros((), dtype=torch.int64), 0, False)
+        self._unread = (verdict + committed, passes + 1, compressed)
 
     def outcome(self, good: torch.Tensor) -> torch.Tensor:
-        """Return two integers on the host: the number of committed steps after the latest pass, and
-        whether that pass was committed (`good`). On CUDA the host does not wait; they are valid
-        after the work that is queued now.
+        """Return the number of committed steps and `good`, as two integers on the host.
+
+        `good`: whether the latest pass was committed. On CUDA the host does not wait; the integers
+        are valid after the work that is queued now.
         """
         with self.lock:
-            committed = (
-                torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device)
-                + self.state.step
-            )
-            found = torch.stack((committed, good.to(torch.int64)))
-        return found.to("cpu", non_blocking=precision.has_streams(good.device))
+            unread = torch.as_tensor(self._unread[0] if self._unread else 0, device=good.device)
+            both = torch.stack((unread + self.state.step, good.to(torch.int64)))
+        return both.to("cpu", non_blocking=precision.has_streams(good.device))
 
     def settle(self) -> None:
-        """Bring `state.step` up to date. On an accelerator the host and the caller's current stream
-        wait for the latest commit, so that the caller reads the learned state as written by that
-        commit.
+        """Bring `state.step` up to date.
+
+        On an accelerator the host and the caller's current stream wait for the latest commit, so
+        that the caller reads the learned state as written by that commit.
         """
         with self.lock:
             self._mark.wait()
@@ -210,6 +214,7 @@ class HeldState:
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Hold the lock of the learned state, with `state.step` up to date, while the body runs.
+
         The body may copy tensors of the state to the host, which waits only for the latest commit.
         Change tensors by `overwrite` only.
         """
@@ -222,14 +227,16 @@ class HeldState:
 
     def _read(self) -> None:
         while (unread := self._unread) is not None:
-            committed, loss_scale = int(unread[0].item()), float(self.state.loss_scale)
+            committed = int(unread[0].item())
+            loss_scale = float(self.state.loss_scale)
             # A signal handler may have read and counted the passes while this thread waited for the
             # device.
             if self._unread is unread:
                 self._count(committed, loss_scale, *unread[1:])
 
     def _count(self, committed: int, loss_scale: float, passes: int, compressed: bool) -> None:
-        was, self.in_commit = self.in_commit, True
+        was_in_commit = self.in_commit
+        self.in_commit = True
         try:
             self._unread = None
             self.state.step += committed
@@ -238,4 +245,4 @@ class HeldState:
             self._counters.compressed_steps += committed if compressed else 0
             self._counters.nonfinite_steps += passes - committed
         finally:
-            self.in_commit = was
+            self.in_commit = was_in_commit

@@ -12,18 +12,14 @@ from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.protocol import Hook
+from commhooks.options import HookConfig
 from commhooks.request import HookRequest
 
-KINDS = {
-    "compressor": "commhooks.hook.compressor_hook",
-    "function": "commhooks.hook.function_hook",
-    "local steps": "commhooks.hook.local_steps_hook",
-    "shards": "commhooks.hook.shards_hook",
-}
-"""The modules of the kinds, which are imported when they are used. Each has a function `prepare`,
-with the arguments of `prepared`. A kind is named by `HookConfig.kind`; without a config it is
-"function".
-"""
+FUNCTION = "commhooks.hook.function_hook"
+"""The kind of a user's function, which has no config; see `HookConfig.kind`."""
+
+SHARDS = "commhooks.hook.shards_hook"
+"""The kind of compressed collectives of FSDP2 without another hook."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +44,10 @@ def prepared(
     """Prepare the hook of a request. `total_steps`: see `attach`. Raises HookConfigError if the
     request cannot be served for this model.
     """
-    kind = (
-        "shards"
-        if request.shards_alone
-        else "compressor"
-        if request.off
-        else "function"
-        if request.config is None
-        else request.config.kind
-    )
-    made: Prepared = importlib.import_module(KINDS[kind]).prepare(
-        request, source, binding, total_steps
-    )
+    kind = HookConfig.kind if request.config is None else request.config.kind
+    if request.config is None and not request.off:
+        kind = FUNCTION
+    elif request.shards_alone:
+        kind = SHARDS
+    made: Prepared = importlib.import_module(kind).prepare(request, source, binding, total_steps)
     return made

@@ -3,8 +3,8 @@
 `commhooks.errors`.
 """
 
-from commhooks.checkpoint import payload as payload_parts
-from commhooks.checkpoint.payload import cut_off
+from commhooks.checkpoint import parts as payload_parts
+from commhooks.checkpoint.parts import cut_off
 from commhooks.errors import check_version, print_error_on_rank_zero
 from commhooks.gradients.loss_scale import LossScale, ScaleOf
 from commhooks.gradients.torch_private import compiled_from

@@ -7,6 +7,8 @@ import torch
 
 from commhooks.options import HookConfig, check_choice
 
+__all__ = ["DiLoCo", "LocalSGD"]
+
 WIRES = ("float32", "int8", "int4")
 
 
@@ -15,7 +17,7 @@ class LocalSteps(HookConfig):
     """Base of both options classes. Options of `DiLoCo` are constants here."""
 
     averages_weights: ClassVar[bool] = True
-    kind: ClassVar[str] = "local steps"
+    kind: ClassVar[str] = "commhooks.hook.local_steps_hook"
     start_option: ClassVar[str | None] = "start_iter"
 
     sync_every: int = 5
@@ -33,13 +35,14 @@ class LocalSteps(HookConfig):
         super().__post_init__()
         self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
 
-    def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: int) -> float:
+    def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: float) -> float:
         """Return the factor for an optimizer's learning rate in local steps.
 
         Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal
         s and the noise n of one rank. The mean gradient of W `ranks` has the noise n / sqrt(W).
         Where noise dominates, a step on the mean gradient is sqrt(W) times as long as the mean of
-        the ranks' steps, whose noise is equally small.
+        the ranks' steps, whose noise is equally small. Where ranks count with different weights w,
+        W is the effective number of ranks, (sum of w)^2 / sum of w^2.
         """
         if self.lr_factor is not None:
             return self.lr_factor
@@ -133,3 +136,9 @@ class DiLoCo(LocalSteps):
             "delay",
             f"0 up to {distance - 1}: the next turn comes {distance} steps later",
         )
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {
+    DiLoCo: "commhooks.local_steps.compressor:DiLoCoCompressor",
+    LocalSGD: "commhooks.local_steps.compressor:LocalSGDCompressor",
+}

@@ -1,41 +1,41 @@
-"""Talk to a lighthouse of torchft: heartbeats, and the quorum of the machines that are alive.
+"""Talk to a lighthouse of torchft: the quorum of the machines that are alive.
 
 torchft 0.2: `torchft.coordination` is its public low-level interface. Its `Manager` is not used,
 because it sends the state of a machine that joins while the others wait, and gives up the work of a
-step that failed.
+step that failed. Of its `ManagerServer`, only the heartbeats are used: native threads send them.
 
 The lighthouse gives a list (the quorum) to all machines at once, when all those have asked that it
-takes for alive: a heartbeat or request has come from them in the last 5 s. It leaves out machines
+declares alive: a heartbeat or request has come from them in the last 5 s. It leaves out machines
 that have not asked after `--wait-s`, but not if half or more of all have not. Nobody can tell it
-that a machine has left.
+that a machine has left or died, so the others answer for this machine (`Absent`).
 """
 
 import contextlib
-import fcntl
 import os
-import socket
-import struct
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 from commhooks.errors import AttachError, HookConfigError
+from commhooks.members.heartbeats import CONNECT_LIMIT_S, HEARTBEAT_S, Heartbeats
 from commhooks.members.lines import LINE_EVERY_S, Lines
-from commhooks.members.report import Report, is_loopback
-from commhooks.members.state_server import NETWORK_ERRORS, ask
+from commhooks.members.report import Report
+from commhooks.members.state_server import NETWORK_ERRORS, ask, listens, open_watch
+from commhooks.members.status_page import machines_at
+from commhooks.members.watch import Watch
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
-_HEARTBEAT_S = 0.5
-_HEARTBEAT_LIMIT_S = 5.0
+_ALIVE_FOR_S = 5.0
 _ANSWERED_FOR_S = 6.0
-"""A machine that has left counts as alive for 5 s more, in which the others answer for it."""
+"""The lighthouse declares a machine alive for 5 s after its last request; in this time, the others
+answer for it.
+"""
 _POST_LIMIT_S = 0.5
+_ASK_AGAIN_S = 0.5
 _LOOK_EVERY_S = 1.0
-_SIOCGIFADDR = 0x8915
 
 Quorum = list[tuple[str, Any]]
 """The id of each machine, and what it has sent."""
@@ -64,129 +64,57 @@ def address_of(given: str | None) -> str:
     )
 
 
-def own_host(lighthouse: str) -> str:
-    """Return the address of the interface through which this machine reaches the lighthouse. Raises
-    AttachError.
-    """
-    parts = urlsplit(lighthouse if "//" in lighthouse else f"//{lighthouse}")
-    try:
-        return _host_towards(parts.hostname or "", parts.port or 80)
-    except (OSError, ValueError) as error:
-        raise AttachError(
-            f"members: the lighthouse {lighthouse} cannot be found: {error}"
-        ) from error
+class Absent:
+    """The machines for which this one answers, because they cannot: they have left, or their
+    process has ended.
 
-
-def host_for_others() -> str:
-    """Return an address of this machine at which other machines may reach it, else its host
-    name.
-    """
-    for outside in ("192.0.2.1", "2001:db8::1"):  # addresses of nobody, reserved for documentation
-        with contextlib.suppress(OSError):
-            return _host_towards(outside, 80)
-    others = (host for host in interfaces().values() if not is_loopback(host))
-    return next(others, socket.gethostname())
-
-
-def _host_towards(host: str, port: int) -> str:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-    return f"[{own}]" if ":" in own else own
-
-
-def interfaces() -> dict[str, str]:
-    """Return the network interfaces of this machine that have an IPv4 address, by name. Linux
-    only.
-    """
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(
-                    probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode())
-                )
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-class Heartbeats:
-    """Sends heartbeats from a thread until `stop`, or until the process ends.
-
-    They pause if another machine waits for this one, whose training has not moved for `limit_s`
-    (`waited_for`), and before the first request after `limit_s`. They go on with the next request
-    (`asking(True)`).
-
-    Attributes:
-        passes: returns the number of backward passes so far.
-        reached: whether the lighthouse has answered the latest heartbeat.
-        orphaned: whether the torchrun that has started this process is gone.
+    A process that has not ended after all finds in a quorum that it has left, and asks again under
+    the next name (`next_name`); its connections then no longer count against it.
     """
 
-    def __init__(
-        self, id: str, limit_s: float, new_client: Callable[[], Any], lines: Lines
-    ) -> None:
-        self.passes: Callable[[], int] = lambda: 0
-        self.reached, self.orphaned = True, False
-        self._limit_s, self._lines = limit_s, lines
-        self._moved_at, self._asking, self._has_asked, self._paused = (
-            time.monotonic(),
-            False,
-            False,
-            False,
-        )
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._beat, args=(id, new_client), name="commhooks heartbeat", daemon=True
-        )
-        self._thread.start()
-        # The process would abort if a thread came back from the native client while the interpreter
-        # ends.
-        weakref.finalize(self, _stop, self._stopped, self._thread)
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
 
-    def _beat(self, id: str, new_client: Callable[[], Any]) -> None:
-        client, passes, parent = None, self.passes(), os.getppid()
-        started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        while not self._stopped.wait(_HEARTBEAT_S):
-            if self.passes() != passes or self._asking:
-                passes, self._moved_at = self.passes(), time.monotonic()
-            self.orphaned = started_by_torchrun and os.getppid() != parent
-            hangs_at_start = not self._has_asked and self._stands_still()
-            if self._paused or self.orphaned or hangs_at_start:
-                continue
-            try:
-                client = client or new_client()
-                client.heartbeat(id, timedelta(seconds=_HEARTBEAT_LIMIT_S))
-                self.reached = True
-            except Exception:  # torchft raises RuntimeError and TimeoutError
-                self.reached, client = False, None
+    def has_died(self, id: str, now: float) -> str | None:
+        """Note that the process of a machine has ended. Return the name under which it has asked
+        the lighthouse; None if this was wrong before.
+        """
+        with self._lock:
+            name = self._names.get(id, id)
+            if name != id:
+                return None
+            self._since[name] = now
+            return name
 
-    def _stands_still(self) -> bool:
-        return not self._asking and time.monotonic() > self._moved_at + self._limit_s
+    def seen(self, quorum: Iterable[tuple[str, bool]], now: float) -> None:
+        """Note the names in a quorum, and whether the machine has left."""
+        with self._lock:
+            for name, left in quorum:
+                if left:
+                    self._since[name] = now
+                else:
+                    self._names[id_of(name)] = name
 
-    def asking(self, now: bool) -> None:
-        """Must be called when this machine begins to wait for a quorum, and when it has ended."""
-        self._asking, self._has_asked = now, True
-        self._moved_at, self._paused = time.monotonic(), False
-
-    def waited_for(self) -> None:
-        """Another machine has waited for this one for too long."""
-        if self._stands_still() and not self._paused:
-            self._paused = True
-            self._lines.say(
-                "the others go on without this machine, whose training has not moved for %.0f s",
-                time.monotonic() - self._moved_at,
-            )
-
-    def stop(self) -> None:
-        self._stopped.set()
+    def names(self, now: float) -> list[str]:
+        """Return for which names to answer now."""
+        with self._lock:
+            self._since = {
+                name: at for name, at in self._since.items() if now < at + _ANSWERED_FOR_S
+            }
+            return list(self._since)
 
 
-def _stop(stopped: threading.Event, thread: threading.Thread) -> None:
-    stopped.set()
-    if thread is not threading.current_thread():
-        thread.join(_HEARTBEAT_LIMIT_S + 1)
+def id_of(name: str) -> str:
+    """Return the id of the machine that has asked under this name."""
+    head, separator, tail = name.rpartition(":")
+    return head + separator + tail.partition("#")[0]
+
+
+def next_name(name: str) -> str:
+    """Return the name under which a machine asks that was declared dead wrongly."""
+    return f"{id_of(name)}#{int(name.rpartition(':')[2].partition('#')[2] or 0) + 1}"
 
 
 class Lighthouse:
@@ -195,38 +123,71 @@ class Lighthouse:
     Args:
         address: of the lighthouse.
         id: of this machine.
+        server: the address of this machine's state server.
         store: the address of this machine's store.
+        timeout_s: returns after how many seconds a machine that hangs is given up.
 
     Raises:
-        AttachError: it does not answer within `timeout_s`.
+        AttachError: it does not answer within `timeout_s()`.
     """
 
-    def __init__(self, address: str, id: str, store: str, timeout_s: float, lines: Lines) -> None:
+    def __init__(
+        self,
+        address: str,
+        id: str,
+        server: str,
+        store: str,
+        timeout_s: Callable[[], float],
+        lines: Lines,
+    ) -> None:
         from torchft.coordination import LighthouseClient
 
-        self._address, self._id, self._store, self._limit_s, self._lines = (
-            address,
-            id,
-            store,
-            timeout_s,
-            lines,
-        )
-        # machines that have left -> when they were last in a quorum
-        self._left: dict[str, float] = {}
-        self._others: list[str] = []  # the servers of the others in the latest quorum
+        self._address = address
+        self._id = id
+        self._server = server
+        self._store = store
+        self._limit_s = timeout_s
+        self._lines = lines
+        self._name = id  # under which this machine asks
+        self._absent = Absent()
+        self._others: dict[str, str] = {}  # the servers of the others in the latest quorum, by id
         self._request: _Request | None = None
+        self._asking = False
         self._closed = threading.Event()
         self._new_client: Callable[[], Any] = lambda: LighthouseClient(
-            address, timedelta(seconds=timeout_s)
+            address, timedelta(seconds=timeout_s())
         )
         try:
             self._client = self._new_client()
         except Exception as error:  # torchft raises RuntimeError and TimeoutError
             raise AttachError(
-                f"members: the lighthouse at {address} did not answer within {timeout_s:g} s; start"
-                f" it by `commhooks lighthouse`, or correct {VARIABLE} ({error})"
+                f"members: the lighthouse at {address} did not answer within {timeout_s():g} s;"
+                f" start it by `commhooks lighthouse`, or correct {VARIABLE} ({error})"
             ) from error
-        self.heartbeats = Heartbeats(id, timeout_s, self._new_client, lines)
+        self.heartbeats = Heartbeats(timeout_s, self._new_sender, self._others_train, lines)
+        self._watch = Watch(self.has_died, open_watch)
+
+    def _new_sender(self) -> Any:
+        from torchft.coordination import ManagerServer
+
+        # Its other services are not used, and only this host reaches them.
+        return ManagerServer(
+            self._name,
+            self._address,
+            "127.0.0.1",
+            "127.0.0.1:0",
+            "",
+            1,
+            timedelta(seconds=HEARTBEAT_S),
+            timedelta(seconds=CONNECT_LIMIT_S),
+            0,
+        )
+
+    def _others_train(self) -> bool:
+        with contextlib.suppress(*NETWORK_ERRORS, ValueError):
+            listed = machines_at(self._address)
+            return any(machine.heartbeat_s < _ALIVE_FOR_S for machine in listed)
+        return False
 
     def quorum(self, report: Report, deadline: float | None) -> Quorum | None:
         """Send `report`, and wait until all machines that are alive have sent theirs. Return them
@@ -234,11 +195,13 @@ class Lighthouse:
         it takes, with a line every 10 s.
         """
         began = time.monotonic()
-        self._answer_for_those_who_left()
+        self._asking = True
         self.heartbeats.asking(True)
+        for name in self._absent.names(began):
+            self._answer_for(name)
         self._request = _Request(lambda: self._wait_for_quorum(report))
         try:
-            while (found := self._request.answer(_until(deadline))) is None:
+            while (quorum := self._request.answer(_until(deadline))) is None:
                 waited = time.monotonic() - began
                 if self.heartbeats.orphaned or (
                     deadline is not None and time.monotonic() >= deadline
@@ -248,33 +211,37 @@ class Lighthouse:
                     self._lines.say(
                         "%s has waited %.0f s for %s", report.name, waited, self._reason()
                     )
-                if waited >= self._limit_s:
+                if waited >= self._limit_s():
                     threading.Thread(target=self._call_those_that_hang, daemon=True).start()
         finally:
+            self._asking = False
             self.heartbeats.asking(False)
-        return found
+        return quorum
 
     def seen(self, reports: Sequence[Report]) -> None:
         """Must be called with the reports of the latest quorum."""
-        now = time.monotonic()
-        self._left |= {report.id: now for report in reports if report.left}
-        self._others = [
-            report.servers[0] for report in reports if report.servers and report.id != self._id
-        ]
+        self._others = {
+            report.id: report.servers[0]
+            for report in reports
+            if report.servers and not report.left and report.id != self._id
+        }
+        self._watch.follow(self._others)
 
     def close(self) -> None:
         """Tell the others that they need not wait for this machine. Takes up to a second."""
         if self._closed.is_set():
             return
         self._closed.set()
+        self._watch.close()
         self.heartbeats.stop()
-        self._post(self._id)
+        self._post(self._name)
         # the next quorum also ends a request that nobody waits for any more
         if self._request is not None:
             self._request.answer(_POST_LIMIT_S)
 
     def _reason(self) -> str:
-        if not self.heartbeats.reached:
+        place = urlsplit(self._address if "//" in self._address else f"//{self._address}").netloc
+        if not listens(place):
             return f"the lighthouse at {self._address}, which does not answer"
         return "the other machines, which have not reached their outer step"
 
@@ -282,18 +249,34 @@ class Lighthouse:
         while not self._closed.is_set():
             try:
                 # A request that ends too early would leave the others with a list of the dead.
-                return self._send(self._client, report, timedelta(days=1))
+                members = self._send(self._client, self._name, report, timedelta(days=1))
             except Exception:  # the lighthouse is gone: connect again when it is back
-                self._closed.wait(_HEARTBEAT_S)
+                self._closed.wait(_ASK_AGAIN_S)
                 with contextlib.suppress(Exception):
                     self._client = self._new_client()
+            else:
+                return self._read(members)
         return None
 
-    def _send(self, client: Any, report: Report, limit: timedelta) -> Quorum:
+    def _read(self, members: Quorum) -> Quorum:
+        """Return the quorum with the ids of the machines in place of the names under which they
+        have asked.
+        """
+        has_left = {
+            name: isinstance(data, dict) and data.get("left") is True for name, data in members
+        }
+        if has_left.pop(self._name, False):
+            # The others have declared this machine dead, and answer under this name.
+            self._name = next_name(self._name)
+            self.heartbeats.begin_again()
+        self._absent.seen(has_left.items(), time.monotonic())
+        return [(id_of(name), data) for name, data in members]
+
+    def _send(self, client: Any, name: str, report: Report, limit: timedelta) -> Quorum:
         quorum = client.quorum(
-            report.id,
+            name,
             limit,
-            address=report.id,
+            address=self._server,
             store_address=self._store,
             step=report.step,
             world_size=1,
@@ -301,29 +284,36 @@ class Lighthouse:
         )
         return [(member.replica_id, member.data) for member in quorum.participants]
 
-    # ---- machines that have left, and machines that hang
-    # -------------------------------------------------------------
+    # ---- machines that have left, died, or hang
+    # ----------------------------------------------------------------------------------------------
 
-    def _answer_for_those_who_left(self) -> None:
-        now = time.monotonic()
-        self._left = {id: at for id, at in self._left.items() if now < at + _ANSWERED_FOR_S}
-        for id in self._left:
-            threading.Thread(target=self._post, args=(id,), daemon=True).start()
+    def has_died(self, id: str) -> None:
+        """The process of another machine has ended."""
+        name = self._absent.has_died(id, time.monotonic())
+        if name is not None and self._asking:
+            self._answer_for(name)
 
-    def _post(self, id: str) -> None:
-        """Put a report into the next quorum that says that the machine `id` has left. Do not wait
-        for the quorum.
+    def _answer_for(self, name: str) -> None:
+        threading.Thread(target=self._post, args=(name,), daemon=True).start()
+
+    def _post(self, name: str) -> None:
+        """Put a report into the next quorum that says that the machine has left. Do not wait for
+        the quorum.
         """
+        report = Report(id=id_of(name), left=True)
         with contextlib.suppress(Exception):
-            self._send(self._client, Report(id=id, left=True), timedelta(seconds=_POST_LIMIT_S))
+            self._send(self._client, name, report, timedelta(seconds=_POST_LIMIT_S))
 
     def _call_those_that_hang(self) -> None:
         """Tell the machines of the latest quorum that this one has waited for long. The heartbeats
-        of those that stand still then pause.
+        of those that stand still then pause. Those that cannot answer are declared dead.
         """
-        for server in self._others:
-            with contextlib.suppress(*NETWORK_ERRORS):
+        for id, server in list(self._others.items()):
+            try:
                 ask(server, "waiting")
+            except NETWORK_ERRORS as error:
+                if isinstance(getattr(error, "reason", error), TimeoutError):
+                    self.has_died(id)
 
 
 def _until(deadline: float | None) -> float:

@@ -4,8 +4,6 @@ other machines.
 
 import contextlib
 import gc
-import os
-import socket
 import threading
 import time
 from collections import deque
@@ -19,10 +17,8 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import adopt
-from commhooks.errors import AttachError
-from commhooks.members.lighthouse import interfaces
-from commhooks.members.report import Report, is_loopback
-from commhooks.members.state_server import NETWORK_ERRORS, STATUS_LIMIT_S, ask, host_and_port
+from commhooks.members.report import Report
+from commhooks.members.state_server import NETWORK_ERRORS, ask, listens
 
 _WHAT = "the list of machines"
 _CONNECT_LIMIT_S = 10.0
@@ -47,6 +43,7 @@ class RanksOfMachine:
         exchanges: whether this rank connects to other machines.
         is_first: whether this rank talks to the lighthouse, and logs.
         shard: the number of this rank's shard.
+        alone: whether it is the only rank of the machine.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class RanksOfMachine:
         self._device, self._shards = device, shards
         # A collective over each of these groups in turn reaches all ranks of the machine.
         self._groups = [local] if shards is None else [shards, local]
+        self.alone = all(group.size() == 1 for group in self._groups)
 
     def all_agree(self, good: bool) -> bool:
         """Return whether `good` is true on all ranks of this machine."""
@@ -171,7 +169,7 @@ class Connections:
     def _wait_until_ready(self, machines: Sequence[Report], name: str, deadline: float) -> None:
         waiting = [machine for machine in machines if machine.id != self._id]
         first = machines[0]
-        if waiting and first.id != self._id and not _listens(first.store):
+        if waiting and first.id != self._id and not listens(first.store):
             raise NotConnected(f"{first.name} at {first.store} does not answer", [first.id])
         while waiting:
             statuses = self._statuses(waiting)
@@ -241,12 +239,12 @@ class Connections:
     def _probe(self) -> None:
         while self.unreachable and not self._closed.wait(_PROBE_EVERY_S):
             for machine in list(self.unreachable.values()):
-                if self._statuses([machine]) and _listens(machine.store):
+                if self._statuses([machine]) and listens(machine.store):
                     self.unreachable.pop(machine.id, None)
 
     def forget(self, present: Sequence[Report]) -> None:
         """Forget machines that are no longer there."""
-        ids = {machine.id for machine in present}
+        ids = {machine.id for machine in present if not machine.left}
         for id in self.unreachable.keys() - ids:
             self.unreachable.pop(id, None)
 
@@ -264,8 +262,9 @@ class Connections:
             made.abort(errored=False)
             del made
             # gloo closes connections when nothing refers to the group; until then the other
-            # machines wait for this one.
-            gc.collect()
+            # machines wait for this one. The traceback of a failure refers to it, and is young; a
+            # collection of everything takes up to a second.
+            gc.collect(1)
 
     def close(self) -> None:
         self._closed.set()
@@ -278,14 +277,6 @@ def _status_of(server: str) -> dict[str, Any]:
     return {}
 
 
-def _listens(address: str) -> bool:
-    try:
-        socket.create_connection(host_and_port(address), STATUS_LIMIT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def _group_class(device: torch.device) -> Any:
     from torchft import process_group
 
@@ -296,36 +287,3 @@ def _group_class(device: torch.device) -> Any:
 
 def _names(machines: Sequence[Report]) -> str:
     return ", ".join(machine.name for machine in machines)
-
-
-# ---- the network interface
-# -------------------------------------------------------------------------------------------
-
-
-def check_interface(host: str) -> None:
-    """Raise AttachError if gloo would listen where other machines cannot reach this one, whose
-    address is `host`.
-    """
-    if os.environ.get("GLOO_SOCKET_IFNAME") or is_loopback(host.strip("[]")):
-        return
-    if is_loopback(gloo := _address_of_gloo()):
-        there = [name for name, address in interfaces().items() if address == host]
-        interface = next(iter(there), f"the interface with the address {host}")
-        raise AttachError(
-            f"members: gloo would listen at {gloo}, to which the host name {socket.gethostname()}"
-            f" leads, and other machines cannot connect there: set GLOO_SOCKET_IFNAME={interface}"
-        )
-
-
-def _address_of_gloo() -> str:
-    """Return where gloo of torch 2.13 listens without GLOO_SOCKET_IFNAME: at the first address of
-    the host name that this machine has.
-    """
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            socket.gethostname(), None, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as listener:
-                listener.bind(address)
-                return str(address[0])
-    return "127.0.0.1"

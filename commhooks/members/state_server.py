@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from commhooks.members.watch import keep_from_children, wake
+
 PIECE_BYTES = 16 * 2**20
 _POLL_S = 0.1
 STATUS_LIMIT_S = 5.0
@@ -52,13 +54,16 @@ class StateServer:
     GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a
     tensor, and /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no
     state of this step. GET /status returns what `status` returns, as JSON; /waiting calls
-    `waited_for` before.
+    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. The connection
+    of GET /watch/ID stays open until this process or the other one closes it; 404 if ID is not this
+    machine.
 
     Args:
         host: of this machine, at which it listens.
         limit_s: the copy is freed when no machine has read from it for this long, or when all have.
         status: returns what to tell about this machine.
         waited_for: is called when another machine has waited for this one for too long.
+        ended: is called when another machine has done its part of a round.
     """
 
     def __init__(
@@ -67,10 +72,13 @@ class StateServer:
         limit_s: float,
         status: Callable[[], dict[str, Any]],
         waited_for: Callable[[], None] = lambda: None,
+        ended: Callable[[int], None] = lambda round: None,
     ) -> None:
         self._limit_s, self._status, self._waited_for = limit_s, status, waited_for
+        self._ended = ended
         self._served: _Served | None = None
         self._lock = threading.Lock()
+        self._watchers = set[socket.socket]()
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -86,6 +94,11 @@ class StateServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
 
+            def get_request(self) -> tuple[Any, Any]:
+                connection, address = super().get_request()
+                keep_from_children(connection)
+                return connection, address
+
             def handle_error(self, *_: Any) -> None:
                 # a machine that gives up closes the connection
                 if not isinstance(sys.exc_info()[1], OSError):
@@ -95,6 +108,7 @@ class StateServer:
                 server._free(only_unused=True)
 
         self._server = Server((host.strip("[]"), 0), Handler)
+        keep_from_children(self._server.socket)
         self.address = f"{host}:{self._server.server_address[1]}"
         serve = self._server.serve_forever
         threading.Thread(target=serve, args=(_POLL_S,), name="commhooks state", daemon=True).start()
@@ -128,10 +142,16 @@ class StateServer:
 
     def _answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         kind, _, rest = request.path.strip("/").partition("/")
-        if kind in ("status", "waiting"):
+        if kind in ("status", "waiting") or kind == "ended" and rest.isdecimal():
             if kind == "waiting":
                 self._waited_for()
+            if kind == "ended":
+                self._ended(int(rest))
             _send(request, memoryview(json.dumps(self._status()).encode()))
+            return
+        if kind == "watch" and urllib.parse.unquote(rest) == self._status().get("id"):
+            _send(request, memoryview(b""))
+            self._wait_for_end_of(request.connection)
             return
         served, (step, _, part) = self._served, rest.partition("/")
         if kind != "state" or served is None or step != str(served.step):
@@ -149,10 +169,20 @@ class StateServer:
         else:
             request.send_error(404)
 
+    def _wait_for_end_of(self, connection: socket.socket) -> None:
+        self._watchers.add(connection)
+        try:
+            connection.settimeout(None)
+            connection.recv(1)
+        finally:
+            self._watchers.discard(connection)
+
     def close(self) -> None:
         """End, for ever. May be called again."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in list(self._watchers):
+            wake(connection)
         self._free()
 
 
@@ -224,6 +254,28 @@ def fetch(
         time.sleep(0.1)
 
 
+def open_watch(machine: str, server: str) -> socket.socket:
+    """Return a connection to the `StateServer` of `machine` that stays open until one of both
+    processes closes it. Raises OSError.
+    """
+    connection = socket.create_connection(host_and_port(server), STATUS_LIMIT_S)
+    keep_from_children(connection)
+    try:
+        path = urllib.parse.quote(machine, safe="")
+        connection.sendall(f"GET /watch/{path} HTTP/1.0\r\n\r\n".encode())
+        with connection.makefile("rb", buffering=0) as answer:
+            if b" 200 " not in (line := answer.readline()):
+                raise OSError(f"{server} cannot be watched: {line.decode(errors='replace')}")
+            while answer.readline() not in (b"\r\n", b""):
+                pass
+    except OSError:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
+
+
 def has_read(server: str, step: int, machine: str) -> None:
     """Tell a `StateServer` that `machine` has read the state of `step`."""
     question = f"http://{server}/state/{step}/done/{urllib.parse.quote(machine, safe='')}"
@@ -231,6 +283,15 @@ def has_read(server: str, step: int, machine: str) -> None:
         _opener.open(question, timeout=STATUS_LIMIT_S).close()
     except NETWORK_ERRORS:
         pass  # it frees the copy after a while
+
+
+def listens(address: str) -> bool:
+    """Return whether something listens at `address`."""
+    try:
+        socket.create_connection(host_and_port(address), STATUS_LIMIT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from commhooks.errors import AttachError, HookConfigError
-from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft, own_host
+from commhooks.members.addresses import check_interface, own_host
+from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
 from commhooks.members.options import Torchft
-from commhooks.members.peers import Connections, RanksOfMachine, check_interface
+from commhooks.members.peers import Connections, RanksOfMachine
+from commhooks.members.round_end import RoundEnd
 from commhooks.members.state_server import StateServer
 
 
@@ -26,6 +28,7 @@ class ThisMachine:
         store: the address of its `TCPStore`, in which the ranks of a new group find each other.
         server: of this rank; None if this rank does not exchange.
         lighthouse: on the first rank; None on others.
+        round_end: what this rank has heard of the ends of rounds.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -35,6 +38,7 @@ class ThisMachine:
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
+        self.round_end = RoundEnd()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
         own_id = (
@@ -68,16 +72,28 @@ class ThisMachine:
         host = own_host(address)
         if device.type == "cpu":
             check_interface(host)
+        self.server = StateServer(
+            host,
+            options.timeout_s,
+            self.connections.status,
+            self._is_waited_for,
+            self.round_end.hear,
+        )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
             self.store = f"{host}:{self._store.port}"
             self.lighthouse = Lighthouse(
-                address, self.id, self.store, options.timeout_s, self.lines
+                address,
+                self.id,
+                self.server.address,
+                self.store,
+                lambda: options.timeout_s,
+                self.lines,
             )
-        waited_for = (
-            self.lighthouse.heartbeats.waited_for if self.lighthouse is not None else lambda: None
-        )
-        self.server = StateServer(host, options.timeout_s, self.connections.status, waited_for)
+
+    def _is_waited_for(self) -> None:
+        if self.lighthouse is not None:
+            self.lighthouse.heartbeats.waited_for()
 
     def close(self) -> None:
         """Tell the others that they need not wait for this machine, and close everything."""

@@ -7,6 +7,8 @@ from commhooks.comm.nodes import RanksPerNode
 from commhooks.errors import HookConfigError, invalid
 from commhooks.options import as_python, check_choice, converted
 
+__all__ = ["Shards"]
+
 FORMS = ("int8", "bf16")
 """The values of `weights` and `gradients`, and the names in place of a `Shards`."""
 _UNIT = 16

@@ -61,6 +61,7 @@ class ScatterGradients:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        self._passes.reduces()  # here, because a single rank calls nothing else (torch 2.13)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -74,7 +75,6 @@ class ScatterGradients:
         """Write the reduced row of this rank into `output_tensor`. The current stream waits, also
         with `async_op`, which FSDP2 does not use. `input_tensor` is overwritten.
         """
-        self._passes.reduces()
         self._traffic.begin_scatter(input_tensor)
         if self._codec is None or not self._fits(self._codec, output_tensor):
             self._traffic.sent_whole(input_tensor)

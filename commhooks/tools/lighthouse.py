@@ -5,7 +5,10 @@ import os
 import threading
 
 from commhooks.errors import CommandError
-from commhooks.members.lighthouse import VARIABLE, check_torchft, host_for_others
+from commhooks.members.addresses import host_for_others
+from commhooks.members.lighthouse import VARIABLE, check_torchft
+
+_QUORUM_TICK_MS = 50
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -15,7 +18,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     try:
         server = LighthouseServer(
-            f"[::]:{arguments.port}", 1, join_timeout_ms=int(arguments.wait_s * 1000)
+            f"[::]:{arguments.port}",
+            1,
+            join_timeout_ms=int(arguments.wait_s * 1000),
+            heartbeat_timeout_ms=int(arguments.heartbeat_timeout_s * 1000),
+            quorum_tick_ms=_QUORUM_TICK_MS,
         )
     except Exception as error:  # torchft raises RuntimeError
         raise CommandError(f"the lighthouse cannot use port {arguments.port}: {error}") from error

@@ -1,6 +1,4 @@
-"""`auto` where ranks form nodes, and on shards of FSDP2: it tries what is fast there, and all ranks
-decide alike.
-"""
+"""`auto` between nodes and on shards tries what is fast there, and all ranks decide alike."""
 
 import dataclasses
 import os
@@ -67,11 +65,12 @@ def _as_by_name(options: dict[str, Any], count: int) -> dict[str, Any]:
         run.train(1)
         by_name.train(1)
     session = session_of(run.hook)
-    layouts = [known.layout for known in session.consensus.buckets if known.used]
+    layouts = [bucket.layout for bucket in session.consensus.buckets if bucket.used]
     seen = ObservedPass(
         1.0, layouts, session.consensus.binding.names, session.listener._memory_plan
     )
-    stats, stats_by_name = run.hook.stats(), by_name.hook.stats()
+    stats = run.hook.stats()
+    stats_by_name = by_name.hook.stats()
     return {
         "label": chosen.label,
         "same": torch.equal(run.gradients[-1], by_name.gradients[-1]),
@@ -80,11 +79,12 @@ def _as_by_name(options: dict[str, Any], count: int) -> dict[str, Any]:
         "residuals": (
             residuals(run.hook).keys() == (residuals(by_name.hook).keys() if start else set())
         ),
-        "sent": [each["bytes_sent_last_pass"] for each in (stats, stats_by_name)],
+        "sent": [statistics["bytes_sent_last_pass"] for statistics in (stats, stats_by_name)],
         "inside": stats["bytes_inside_nodes"] > 0,
         "memory": seen.memory(session.compressor) == run.hook.plan().memory,  # as before a trial
         "plan": [
-            dataclasses.replace(each.hook.plan(), hook="", start_step=0) for each in (run, by_name)
+            dataclasses.replace(trained.hook.plan(), hook="", start_step=0)
+            for trained in (run, by_name)
         ],
         "lines": [line for line in lines if "auto: " in line],
     }
@@ -129,27 +129,29 @@ ARRANGEMENTS = [
 
 
 def _offered() -> list[tuple[set[str], int]]:
-    """In each arrangement the candidates after the measuring, and the ranks per node in what is
-    saved.
-    """
+    """Return the measured candidates and the saved ranks per node of each arrangement."""
     register_compressor(PrescribedAutoCompressor)
-    found = []
+    results = []
     for ranks_per_node, machines, unused, _ in ARRANGEMENTS:
         with mock.patch.dict(os.environ, GROUP_RANK=str(machines[dist.get_rank()])):
-            auto, ddp = PrescribedAuto(quality="close"), {"find_unused_parameters": unused}
+            auto = PrescribedAuto(quality="close")
+            ddp = {"find_unused_parameters": unused}
             run = Run.new(hook=auto, ranks_per_node=ranks_per_node, ddp=ddp).train(BEGIN + 1)
         assert decision_of(run).phase == "trying"
-        found.append(
-            (set(decision_of(run).known), run.hook.state_dict()["notes"].get("ranks_per_node", 1))
+        results.append(
+            (
+                set(decision_of(run).candidates),
+                run.hook.state_dict()["notes"].get("ranks_per_node", 1),
+            )
         )
-    return found
+    return results
 
 
 def test_candidates_work_between_nodes_where_there_are_some(run_ranks: Any) -> None:
     labels = ("bf16", "int8", "int4", "powerSGD rank 16")
     for rank in run_ranks(_offered, world_size=4):
-        for (known, ranks_per_node), (*_, nodes) in zip(rank, ARRANGEMENTS, strict=True):
-            assert known == {
+        for (labels_known, ranks_per_node), (*_, nodes) in zip(rank, ARRANGEMENTS, strict=True):
+            assert labels_known == {
                 "allreduce",
                 *(f"{name}{' between nodes' if nodes else ''}" for name in labels),
             }
@@ -162,9 +164,9 @@ def _saved_while(steps: int) -> dict[str, Any]:
     run = new(**options).train(steps)
     saved = run.save(residual="mean")
     again = new(**options).load(saved)
-    decisions = [decision_of(each) for each in (run, again)]
-    for each in (run, again):
-        each.train(3)
+    decisions = [decision_of(trained) for trained in (run, again)]
+    for trained in (run, again):
+        trained.train(3)
     flat = new(**options | {"ranks_per_node": 1}).load(saved)
     return {
         "exact": saved["hook"]["exact"],
@@ -184,7 +186,8 @@ def _saved_while(steps: int) -> dict[str, Any]:
 
 def _with_more_nodes(saved: dict[str, Any]) -> tuple[str, str, torch.Tensor]:
     run = new(measure_steps=4, ranks_per_node=2, quality="low rank").load(saved)
-    label, phase = decision_of(run).candidate.label, decision_of(run).phase
+    label = decision_of(run).candidate.label
+    phase = decision_of(run).phase
     return label, phase, run.train(3).weights()
 
 
@@ -203,8 +206,7 @@ def test_between_nodes_a_run_resumes(run_ranks: Any) -> None:
         assert torch.equal(weights, more[0][2])
 
 
-# ---- FSDP2
-# --------------------------------------------------------------------------------------------------
+# ---- FSDP2 ---------------------------------------------------------------------------------------
 
 
 def _decision(hook: commhooks.CommHook) -> Any:
@@ -220,7 +222,7 @@ def _on_shards() -> dict[str, Any]:
     by_name, _ = attached(2, 2, "int8", hook_options={"start_iter": BEGIN})
     same = []
     for step in range(steps):
-        got, wanted = (backward(each, random_gradients(step)) for each in (model, by_name))
+        got, wanted = (backward(trained, random_gradients(step)) for trained in (model, by_name))
         same.append(all(torch.equal(got[name], wanted[name]) for name in wanted))
     saved = hook.state_dict()
     loaded, again = attached(2, 2, PrescribedAuto())
@@ -229,10 +231,10 @@ def _on_shards() -> dict[str, Any]:
     return {
         "same": all(same),
         "learned": all(
-            torch.equal(learned(hook)[key], each) for key, each in learned(again).items()
+            torch.equal(learned(hook)[key], tensor) for key, tensor in learned(again).items()
         ),
         "resumed": all(torch.equal(one[name], other[name]) for name in one),
-        "decisions": [_decision(each).to_plain() for each in (hook, again)],
+        "decisions": [_decision(decider).to_plain() for decider in (hook, again)],
         "bytes": hook.plan().bytes_after + hook.plan().flag_bytes,
     }
 

@@ -1,6 +1,4 @@
-"""The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if
-damaged.
-"""
+"""A resume keeps the decision of `auto`, renews it with other ranks, and refuses a damaged one."""
 
 import dataclasses
 import math
@@ -128,7 +126,8 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
         run = new(quality="low rank").train(6)
         saved = run.save(residual="per_rank")
         assert residuals(run.hook) and run.hook.stats()["chosen"].startswith("powerSGD")
-        again, plain = new().load(saved), Run.new(hook="allreduce")
+        again = new().load(saved)
+        plain = Run.new(hook="allreduce")
         assert decision_of(again).since is None and not residuals(again.hook)
         plain.ddp.module.load_state_dict(saved["model"])
         plain.step = saved["step"]
@@ -136,14 +135,16 @@ def test_the_residuals_of_a_choice_that_is_not_allowed_are_dropped() -> None:
 
 
 POWER = "powerSGD rank 16"
-OFFERED = {each.label: each for each in Auto(quality="close").candidates}
+OFFERED = {candidate.label: candidate for candidate in Auto(quality="close").candidates}
 
 
 def _decided(label: str, **more: Any) -> Decision:
     """With quality="close"."""
-    known = dict(OFFERED)
-    sent = dict.fromkeys(known, 100.0)
-    made = Decision(known.pop(label), None, tuple(known.values()), 3, "decided", counted_bytes=sent)
+    others = dict(OFFERED)
+    sent = dict.fromkeys(others, 100.0)
+    made = Decision(
+        others.pop(label), None, tuple(others.values()), 3, "decided", counted_bytes=sent
+    )
     made = dataclasses.replace(made, tried_s={label: 0.4})
     return dataclasses.replace(made, **more)
 
@@ -151,7 +152,7 @@ def _decided(label: str, **more: Any) -> Decision:
 def _resumed(saved: Decision, **options: Any) -> Decision:
     """At step 7. What it becomes can be saved and loaded."""
     made = resumed(saved, Auto(**{"quality": "close", **options}), 7, same_ranks=True)
-    assert Decision.from_plain(made.to_plain()).known == made.known
+    assert Decision.from_plain(made.to_plain()).candidates == made.candidates
     return made
 
 
@@ -178,7 +179,8 @@ def test_another_exclude_counts_after_a_resume(label: str) -> None:
     made = _resumed(now, exclude=["*embed*"])
     assert _measures(made, now) and made.candidate.label == label
     assert all(
-        each.options.get("exclude", ["*embed*"]) == ["*embed*"] for each in made.known.values()
+        candidate.options.get("exclude", ["*embed*"]) == ["*embed*"]
+        for candidate in made.candidates.values()
     )
 
 
@@ -193,7 +195,7 @@ def test_another_quality_counts_after_a_resume() -> None:
     now = _decided("int8")
     made = _resumed(now, quality="same")
     labels = {"allreduce", "bf16", "int8"}
-    assert _measures(made, now) and made.known.keys() == made.counted_bytes.keys() == labels
+    assert _measures(made, now) and made.candidates.keys() == made.counted_bytes.keys() == labels
     # saved with quality="same"
     same = _decided("int8", others=made.others, counted_bytes=made.counted_bytes)
     assert _measures(_resumed(same), same)
@@ -241,7 +243,8 @@ BAD: list[tuple[str, Any]] = [
 def test_a_damaged_decision_is_refused_and_changes_nothing() -> None:
     with process_group_of_one():
         run = Run.new(hook="auto")
-        saved, before = run.save(residual="per_rank")["hook"], decision_of(run)
+        saved = run.save(residual="per_rank")["hook"]
+        before = decision_of(run)
         for notes in (
             [],
             "x",

@@ -1,6 +1,4 @@
-"""`auto` in training: what it decides is done, as if it had been asked for by name; at, before and
-after the change.
-"""
+"""A decision of `auto` trains as if its hook had been asked for by name."""
 
 import math
 import threading
@@ -35,8 +33,7 @@ from tests.support.prescribed_auto import (
 )
 from tests.support.training import Run, residuals
 
-# ---- as the choice by name
-# -------------------------------------------------------------------------------------------
+# ---- as the choice by name -----------------------------------------------------------------------
 
 
 def _as_by_name() -> dict[str, Any]:
@@ -95,7 +92,8 @@ def _decides_by_the_clock() -> dict[str, Any]:
     run = Run.new(hook="auto", hook_options={"measure_steps": 8, "quality": "close"})
     before = run.train(6).hook.stats()
     reference = Run.new(hook="allreduce").train(6)
-    weights, labels = run.weights(), set()
+    weights = run.weights()
+    labels = set()
     with mock.patch.object(trials, "TRIAL_S", 0.03):
         while decision_of(run).phase != "decided":
             labels.add(decision_of(run).candidate.label)
@@ -118,13 +116,12 @@ def test_real_clocks_lead_to_one_decision(run_ranks: Any) -> None:
             rank["weights"], ranks[0]["weights"]
         )
         tried_s = rank["decision"]["figures"]["tried_s"]
-        labels = [each["label"] for each in rank["decision"]["candidates"]]
+        labels = [candidate["label"] for candidate in rank["decision"]["candidates"]]
         assert list(tried_s)[0] == "allreduce" and "powerSGD rank 16" in labels
-        assert all(each > 0 for each in tried_s.values()) and len(rank["tried"]) > 1
+        assert all(seconds > 0 for seconds in tried_s.values()) and len(rank["tried"]) > 1
 
 
-# ---- the change
-# --------------------------------------------------------------------------------------------------
+# ---- the change ----------------------------------------------------------------------------------
 
 
 def _tries_all() -> dict[str, Any]:
@@ -215,9 +212,7 @@ def test_ranks_with_different_decisions_say_so(run_ranks: Any, differ: str) -> N
 
 
 def test_a_save_in_another_thread_does_not_wait_for_the_decision() -> None:
-    """A joint save holds the lock while it waits for the other ranks, whose training may wait for
-    this rank's.
-    """
+    """A joint save holds the lock while it waits for ranks whose training may wait for this one."""
     with process_group_of_one():
         run = new().train(2)  # decides with the next pass
         saved: list[Any] = []
@@ -250,12 +245,14 @@ def test_where_the_host_does_not_read_each_outcome_nothing_is_extended() -> None
 
 def _taken_back(finite: bool) -> dict[str, Any]:
     """int8 is worse than all-reduce. The first pass after it may be not finite on one rank."""
-    run, plain = new(tried_s=2.0, bf16_s=None).train(2 + TRIAL), Run.new(hook="allreduce")
+    run = new(tried_s=2.0, bf16_s=None).train(2 + TRIAL)
+    plain = Run.new(hook="allreduce")
     before = residuals(run.hook)
     run.optimizer.zero_grad()
     images = torch.full((8, 1, 8, 8), 0.5 if finite or dist.get_rank() else float("nan"))
     run.ddp(images).square().sum().backward()
-    chosen, during = run.hook.stats()["chosen"], residuals(run.hook)
+    chosen = run.hook.stats()["chosen"]
+    during = residuals(run.hook)
     plain.ddp.module.load_state_dict(run.ddp.module.state_dict())
     plain.step = run.step
     same = torch.equal(run.train(1).gradients[-1], plain.train(1).gradients[-1])
@@ -278,8 +275,7 @@ def test_a_choice_that_is_taken_back_leaves_no_residuals(run_ranks: Any, finite:
         assert torch.equal(rank["weights"], ranks[0]["weights"])
 
 
-# ---- options and topologies
-# ------------------------------------------------------------------------------------------
+# ---- options and topologies ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +288,7 @@ def test_the_plan_is_that_of_the_candidate_in_force(offered: Candidate) -> None:
     alone = auto_compressor.new(offered)
     decision = Decision(offered, None, since=3, phase="decided")
     chosen = AutoCompressor(Auto(quality="close", exclude=["0.*"]), decision=decision)
-    plans = [parameter_plans(each, names) for each in (chosen, alone)]
+    plans = [parameter_plans(plan, names) for plan in (chosen, alone)]
     assert plans[0] == plans[1] and chosen.wire_dtype == alone.wire_dtype
     excluded = {plan.name for plan in plans[0] if "excluded" in plan.reason}
     assert excluded == ({"0.weight", "0.bias"} if alone.state_fields else set())

@@ -12,8 +12,8 @@ from tests.support.prescribed_auto import TRIAL, decided
 
 NAN, INF = math.nan, math.inf
 CONFIG = Auto(quality="close", measure_steps=10)
-OFFERED = [each for each in CONFIG.candidates if each.hook != "powerSGD"]
-KNOWN = {each.label: each for each in OFFERED}
+OFFERED = [candidate for candidate in CONFIG.candidates if candidate.hook != "powerSGD"]
+KNOWN = {candidate.label: candidate for candidate in OFFERED}
 SENT = {"allreduce": 100.0, "bf16": 50.0, "int8": 26.0, "int4": 14.0}
 
 
@@ -41,7 +41,9 @@ SENT = {"allreduce": 100.0, "bf16": 50.0, "int8": 26.0, "int4": 14.0}
         ({"allreduce": 0.35, "int8": 0.4}, "int8", "allreduce"),
     ],
 )
-def test_choose(times: dict[str, float], now: str, expected: str) -> None:
+def test_the_fastest_candidate_that_is_good_enough_is_chosen(
+    times: dict[str, float], now: str, expected: str
+) -> None:
     assert choose(times, KNOWN, now) == expected
     assert choose(dict(reversed(times.items())), KNOWN, now) == expected
 
@@ -52,14 +54,16 @@ def _begun(step_s: float = 1.0, config: Auto = CONFIG) -> Decision:
         trials.begin(config, 0),
         10,
         step_s,
-        [each for each in OFFERED if each in config.candidates],
+        [candidate for candidate in OFFERED if candidate in config.candidates],
         SENT,
     )
 
 
 def _run(times: Mapping[str, float], config: Auto = CONFIG) -> tuple[list[str], Decision]:
     """The labels that were tried, and the decision."""
-    now, step, labels = _begun(times["allreduce"], config), 10, []
+    now = _begun(times["allreduce"], config)
+    step = 10
+    labels = []
     while now.phase == "trying":
         labels.append(now.candidate.label)
         assert now.since == step and now.watch == Watch(step + WARM_UP, step + TRIAL)
@@ -95,7 +99,9 @@ def _run(times: Mapping[str, float], config: Auto = CONFIG) -> tuple[list[str], 
         ),
     ],
 )
-def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], chosen: str) -> None:
+def test_candidates_are_tried_in_turn_and_one_is_chosen(
+    times: dict[str, float], tried: list[str], chosen: str
+) -> None:
     labels, now = _run(times)
     assert labels == tried and now.candidate.label == chosen
     assert dict(now.tried_s) == {"allreduce": times["allreduce"]} | {
@@ -103,8 +109,8 @@ def test_what_is_tried_and_chosen(times: dict[str, float], tried: list[str], cho
     }
     untried = SENT.keys() - now.tried_s.keys()
     assert ("not tried, because their bytes alone" in now.why) == bool(untried)
-    assert all(each in now.why for each in untried)
-    assert set(now.known) == set(SENT) and Decision.from_plain(now.to_plain()) == now
+    assert all(label in now.why for label in untried)
+    assert set(now.candidates) == set(SENT) and Decision.from_plain(now.to_plain()) == now
 
 
 def test_what_sends_as_much_as_all_reduce_is_not_tried() -> None:
@@ -143,7 +149,7 @@ def test_a_trial_without_a_time_ends_the_trials() -> None:
         "allreduce",
         2,
     )
-    assert "int4 could not be measured" in now.why and set(now.known) == set(SENT)
+    assert "int4 could not be measured" in now.why and set(now.candidates) == set(SENT)
     assert Decision.from_plain(now.to_plain()).to_plain() == now.to_plain()
 
 

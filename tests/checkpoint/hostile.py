@@ -1,37 +1,36 @@
-"""Payloads as damage or malice would make them: random changes of good ones, the same for the same
-seed.
-"""
+"""Makes damaged and hostile payloads: random changes of good ones, equal for equal seeds."""
 
 import copy
+import functools
 import io
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from commhooks.checkpoint.payload import shown
+from commhooks.errors import shown
 
 TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
-"""How many times as many cases as usual: `make hostile` sets it."""
+"""By how much to multiply the number of cases; `make hostile` sets it."""
 
 Path = tuple[Any, ...]
-"""The keys and places that lead to a value."""
+"""The keys and indices that lead to a value."""
 
 
 def places(value: Any, path: Path = ()) -> list[Path]:
-    """The paths of everything inside `value`, itself excluded; not deeper than payloads are."""
-    if len(path) == 6:
-        return []
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    return [each for key, item in items for each in ((*path, key), *places(item, (*path, key)))]
+    """Return the paths of everything inside `value`, no deeper than payloads are."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    paths: list[Path] = []
+    if len(path) < 6:
+        for key, item in items:
+            paths += [(*path, key), *places(item, (*path, key))]
+    return paths
 
 
 def at(value: Any, path: Path) -> Any:
@@ -45,7 +44,7 @@ def put(value: Any, path: Path, new: Any) -> None:
 
 
 def _deep() -> list[Any]:
-    """Deeper than any recursion goes; a file can hold it."""
+    """Make a list nested deeper than any recursion goes; a file can hold it."""
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
@@ -58,57 +57,20 @@ def _in_itself() -> list[Any]:
     return endless
 
 
-VALUES: list[Callable[[], Any]] = [
-    lambda value=value: value
-    for value in (  # type: ignore[misc]
-        None,
-        True,
-        False,
-        0,
-        1,
-        2,
-        -1,
-        7,
-        2**31,
-        2**61,
-        2**62,
-        2**63,
-        2**70,
-        -(2**70),
-        10**400,
-        10**5000,
-        0.0,
-        0.5,
-        1.0,
-        -1.0,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-        5e-324,
-        1e-30,
-        1e-38,
-        1e30,
-        1e38,
-        1e308,
-        "",
-        "powerSGD",
-        "mean",
-        "per_rank",
-        "none",
-        "1",
-        "\ud800",
-        "z\u0308\u202e",
-        "x" * 100_000,
-        b"mean",
-        "né".encode("utf-16"),
-        1j,
-        torch.float16,
-        torch.device("cpu"),
-        torch.Size([2, 3]),
-        (),
-        (1, 2),
-    )
-] + [
+def _same(value: Any) -> Any:
+    return value
+
+
+_CONSTANTS: list[Any] = [
+    *(None, True, False),
+    *(0, 1, 2, -1, 7, 2**31, 2**61, 2**62, 2**63, 2**70, -(2**70), 10**400, 10**5000),
+    *(0.0, 0.5, 1.0, -1.0, float("nan"), float("inf"), float("-inf")),
+    *(5e-324, 1e-30, 1e-38, 1e30, 1e38, 1e308),
+    *("", "powerSGD", "mean", "per_rank", "none", "1"),
+    *("\ud800", "z\u0308\u202e", "x" * 100_000, b"mean", "né".encode("utf-16")),
+    *(1j, torch.float16, torch.device("cpu"), torch.Size([2, 3]), (), (1, 2)),
+]
+VALUES: list[Callable[[], Any]] = [functools.partial(_same, value) for value in _CONSTANTS] + [
     list,
     dict,
     set,
@@ -193,7 +155,7 @@ def _change_tensor(payload: Any, path: Path, rng: random.Random) -> str:
     name = rng.choice(list(TENSORS))
     try:
         put(payload, path, TENSORS[name](old))
-    except (RuntimeError, IndexError):  # a change that such a tensor cannot have
+    except (RuntimeError, IndexError):  # this tensor cannot be changed like this
         put(payload, path, None)
     return name
 
@@ -206,20 +168,8 @@ def _delete(payload: Any, path: Path, rng: random.Random) -> str:
 def _rename(payload: Any, path: Path, rng: random.Random) -> str:
     inside = at(payload, path[:-1])
     item = inside.pop(path[-1])
-    key = rng.choice(
-        [
-            f"{path[-1]}x",
-            str(path[-1]).upper(),
-            "",
-            0,
-            None,
-            b"step",
-            (1,),
-            "\ud800",
-            "a\0b",
-            10**5000,
-        ]
-    )
+    names = [f"{path[-1]}x", str(path[-1]).upper(), "", "\ud800", "a\0b"]
+    key = rng.choice([*names, 0, None, b"step", (1,), 10**5000])
     if isinstance(inside, dict):
         inside[key] = item
     return f"renamed to {type(key).__name__}"
@@ -236,7 +186,7 @@ def _add(payload: Any, path: Path, rng: random.Random) -> str:
 
 
 def _exchange(payload: Any, path: Path, rng: random.Random) -> str:
-    """What stands at two places changes them."""
+    """Exchange the values at two places."""
     others = [
         other
         for other in places(payload)
@@ -244,49 +194,39 @@ def _exchange(payload: Any, path: Path, rng: random.Random) -> str:
     ]
     if others:
         other = rng.choice(others)
-        here, there = at(payload, path), at(payload, other)
-        put(payload, path, there)
-        put(payload, other, here)
+        value = at(payload, path)
+        put(payload, path, at(payload, other))
+        put(payload, other, value)
     return "exchanged"
 
 
-CHANGES = [
-    _replace,
-    _replace,
-    _replace,
-    _change_tensor,
-    _change_tensor,
-    _delete,
-    _rename,
-    _add,
-    _exchange,
-]
+CHANGES = [*[_replace] * 3, *[_change_tensor] * 2, _delete, _rename, _add, _exchange]
 
 
 def changed(payload: Any, donor: Any, rng: random.Random) -> tuple[Any, str]:
-    """A changed copy of `payload` and what was done; parts may come from another payload,
-    `donor`.
-    """
-    payload, said = copy.deepcopy(payload), []
+    """Return a changed copy of `payload` and what was done. Values may come from `donor`."""
+    payload = copy.deepcopy(payload)
+    changes = []
     for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
         paths = places(payload)
         if not paths:
             break
-        # Tensors are the most of all places; keys of the upper levels deserve as much.
+        # Most places hold tensors; the keys of the upper levels must be chosen as often.
         depth = rng.choice(sorted({len(path) for path in paths}))
         path = rng.choice([path for path in paths if len(path) == depth])
         if rng.random() < 0.1:
-            other = rng.choice([each for each in places(donor) if len(each) == depth] or [()])
+            others = [other for other in places(donor) if len(other) == depth]
+            other = rng.choice(others or [()])
             put(payload, path, copy.deepcopy(at(donor, other)))
-            what = f"taken from {shown(other)} of another payload"
+            change = f"taken from {shown(other)} of another payload"
         else:
-            what = rng.choice(CHANGES)(payload, path, rng)
-        said.append(f"{what}: {shown(path)}")
-    return payload, "; ".join(said)
+            change = rng.choice(CHANGES)(payload, path, rng)
+        changes.append(f"{change}: {shown(path)}")
+    return payload, "; ".join(changes)
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A file that was cut off, or in which bits have changed."""
+    """Return the content of a file that was cut off or in which bits have changed, and how."""
     kind = rng.choice(["cut", "bits", "bits", "bits", "zeros", "doubled"])
     data = bytearray(content)
     place = rng.randrange(len(data))
@@ -303,7 +243,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def as_file(content: Any) -> bytes:
-    """What `torch.save` writes; nothing for what cannot be written."""
+    """Return what `torch.save` writes, or nothing if it cannot write the content."""
     file = io.BytesIO()
     try:
         torch.save(content, file)
@@ -313,9 +253,7 @@ def as_file(content: Any) -> bytes:
 
 
 def changed_distributed(state: Any, donor: Any, rng: random.Random) -> tuple[Any, str]:
-    """As `changed`, of a state for `torch.distributed.checkpoint`: also inside its bytes, which
-    hold payloads.
-    """
+    """Change a state for `torch.distributed.checkpoint`, also inside its bytes, as `changed`."""
     if rng.random() < 0.4:
         return changed(state, donor, rng)
     state = dict(state)

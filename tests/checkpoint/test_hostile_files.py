@@ -1,6 +1,4 @@
-"""Files of checkpoints and settings as damage or malice would make them: nothing in them is run,
-and what cannot be read is named.
-"""
+"""A damaged or hostile file, of a checkpoint or of settings, is named, and no code in it is run."""
 
 import contextlib
 import copy
@@ -18,12 +16,12 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from test_hostile_payloads import Subject, power_sgd, silent, try_to_load
+from test_hostile_payloads import power_sgd, silent
 
 from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.saving import ensure_hook_saver
 from commhooks import CommHookError, HookConfigError, HookRunError, PayloadError
-from commhooks.checkpoint import payload as parts
+from commhooks.checkpoint.parts import save_id
 from commhooks.hook.dcp_folder import DCPFolder
 from lightning_commhooks import CommHookDDP
 from tests.checkpoint import hostile
@@ -35,12 +33,11 @@ from tests.support.lightning_support import Model, data, trainer
 from tests.support.models import same
 from tests.support.training import Run
 
-# ---- malice
-# --------------------------------------------------------------------------------------------------
+# ---- code in files
 
 
 class MakesFolder:
-    """Unpickling it makes a folder: that is how to see that code of a file has run."""
+    """Makes a folder when it is unpickled, which shows that code of a file has run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -65,7 +62,8 @@ HOW = ["pickle", "zip", "old format"]
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_trap_works(tmp_path: Path, how: str) -> None:
-    path, trap = tmp_path / "file.pt", tmp_path / "trap"
+    path = tmp_path / "file.pt"
+    trap = tmp_path / "trap"
     write_malicious(path, how, trap)
     if how == "pickle":
         pickle.loads(path.read_bytes())
@@ -75,8 +73,15 @@ def test_the_trap_works(tmp_path: Path, how: str) -> None:
 
 
 @launched
+def _accelerate_save(folder: str) -> None:
+    Training().train(5).save(folder)
+
+
+@launched
 def _accelerate_load(folder: str) -> list[str]:
-    run, outcomes = Training().train(4), []
+    """Load each folder in `folder`, and return the warnings or the error of each."""
+    run = Training().train(4)
+    outcomes = []
     for name in sorted(os.listdir(folder)):
         before = run.hook.state_dict()
         with Warnings() as warned:
@@ -90,30 +95,24 @@ def _accelerate_load(folder: str) -> list[str]:
 
 
 def test_accelerate_runs_nothing_of_a_file(run_ranks: Any, tmp_path: Path) -> None:
-    folders, trap = tmp_path / "all", tmp_path / "trap"
+    folders = tmp_path / "all"
+    trap = tmp_path / "trap"
     run_ranks(_accelerate_save, str(tmp_path / "good"), world_size=2)
-    expected = []
+    malicious = []
     for how in HOW:
         for bad in ("comm_hook.pt", "comm_hook_rank1.pt"):
             folder = folders / f"{how} {bad}"
             folder.mkdir(parents=True)
-            for each in (tmp_path / "good").glob("comm_hook*.pt"):
-                (folder / each.name).write_bytes(each.read_bytes())
+            for file in (tmp_path / "good").glob("comm_hook*.pt"):
+                (folder / file.name).write_bytes(file.read_bytes())
             write_malicious(folder / bad, how, trap)
-            expected.append(folder / bad)
+            malicious.append(folder / bad)
     ranks = run_ranks(_accelerate_load, str(folders), world_size=2)
-    for place, path in enumerate(sorted(expected, key=lambda path: path.parent.name)):
+    for index, path in enumerate(sorted(malicious, key=lambda path: path.parent.name)):
         readers = ranks if path.name == "comm_hook.pt" else ranks[1:]
-        assert all(
-            str(path) in outcomes[place] and "cannot be read" in outcomes[place]
-            for outcomes in readers
-        )
+        for outcomes in readers:
+            assert str(path) in outcomes[index] and "cannot be read" in outcomes[index]
     assert not trap.exists()
-
-
-@launched
-def _accelerate_save(folder: str) -> None:
-    Training().train(5).save(folder)
 
 
 def _lightning_fit(path: str, root: str) -> str:
@@ -124,14 +123,15 @@ def _lightning_fit(path: str, root: str) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 def test_lightning_runs_nothing_of_a_file(run_ranks: Any, tmp_path: Path, how: str) -> None:
-    path, trap = tmp_path / "file.ckpt", tmp_path / "trap"
+    path = tmp_path / "file.ckpt"
+    trap = tmp_path / "trap"
     write_malicious(path, how, trap)
     (text,) = run_ranks(_lightning_fit, str(path), str(tmp_path), world_size=1)
     assert str(path) in text and "cannot be read" in text
     assert not trap.exists()
 
 
-def test_lightning_reads_checkpoints_of_the_web_with_weights_only_too(
+def test_lightning_reads_a_checkpoint_at_a_url_with_weights_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -142,80 +142,79 @@ def test_lightning_reads_checkpoints_of_the_web_with_weights_only_too(
 
     monkeypatch.setattr(TorchCheckpointIO, "load_checkpoint", load)
     strategy = CommHookDDP("powerSGD")
-    for given in (None, True, False):
-        strategy.load_checkpoint("http://localhost/file.ckpt", weights_only=given)
+    for weights_only in (None, True, False):
+        strategy.load_checkpoint("http://localhost/file.ckpt", weights_only=weights_only)
     assert asked == [True, True, False]
     monkeypatch.undo()
     with pytest.raises(FileNotFoundError, match="nothing.ckpt"):
         strategy.load_checkpoint("nothing.ckpt")
 
 
-# ---- damage
-# --------------------------------------------------------------------------------------------------
+# ---- random damage
 
 
 @launched
 def _damaged_files(folder: str, count: int) -> list[int]:
-    """[refused, loaded] of files with changed bytes or content; the ranks must agree on each, and
-    train on after it.
+    """Load `count` damaged files, and return how many were refused and how many loaded.
+
+    The ranks must agree on each, and the run must go on after it.
     """
-    run, rank = Training().train(5).save(folder), dist.get_rank()
-    rng, outcomes = random.Random(4), [0, 0]
+    run = Training().train(5).save(folder)
+    rng = random.Random(4)
+    outcomes = [0, 0]
     paths = sorted(Path(folder).glob("comm_hook*.pt"))
     good = {path: path.read_bytes() for path in paths}
-    saved = ensure_hook_saver(run.accelerator)
+    saver = ensure_hook_saver(run.accelerator)
     with silent():
         for _ in range(count):
             path = rng.choice(paths)
-            if rng.random() < 0.5:
-                content, what = hostile.damaged_bytes(good[path], rng)
-            else:
-                kept = torch.load(io.BytesIO(good[path]), weights_only=True)
-                changed, what = hostile.changed(kept, kept, rng)
-                if rng.random() < 0.5 and path == paths[0] and isinstance(changed, dict):
-                    _with_its_fingerprint(changed)
-                content = hostile.as_file(changed)
-            saved.load(folder)
+            content, what = _damaged(good[path], rng, is_shared=path == paths[0])
+            what = f"{path.name}: {what}"
+            saver.load(folder)
             before = run.hook.state_dict()
-            dist.barrier()
-            if rank == 0:
-                path.write_bytes(content)
-            dist.barrier()
+            _write_on_rank_0(path, content)
             refused = False
             try:
-                saved.load(folder)
+                saver.load(folder)
             except PayloadError as error:
                 refused = True
                 assert str(paths[0]) in str(error), what
-                assert same(run.hook.state_dict(), before), f"half-loaded: {path.name} {what}"
+                assert same(run.hook.state_dict(), before), f"half-loaded: {what}"
             except BaseException as error:
-                raise AssertionError(f"{path.name}: {what}") from error
-            everywhere = torch.tensor([int(refused)])
-            dist.all_reduce(everywhere)
-            assert everywhere.item() in (
-                0,
-                2,
-            ), f"one rank refuses, the other does not: {path.name} {what}"
+                raise AssertionError(what) from error
+            refusals = torch.tensor([int(refused)])
+            dist.all_reduce(refusals)
+            assert refusals.item() in (0, 2), f"one rank refuses, the other does not: {what}"
             outcomes[0 if refused else 1] += 1
             if not refused:
                 run.train(1)
-                assert all(bool(p.grad.isfinite().all()) for p in run.model.parameters()), (
-                    f"{path.name} {what}"
-                )
-            dist.barrier()
-            if rank == 0:
-                path.write_bytes(good[path])
-            dist.barrier()
+                assert all(bool(p.grad.isfinite().all()) for p in run.model.parameters()), what
+            _write_on_rank_0(path, good[path])
     return outcomes
 
 
-def _with_its_fingerprint(shared: dict[str, Any]) -> None:
-    """Malice can compute it, damage cannot."""
-    with contextlib.suppress(Exception):
-        shared["fingerprint"] = parts.save_id(shared)
+def _damaged(good: bytes, rng: random.Random, *, is_shared: bool) -> tuple[bytes, str]:
+    if rng.random() < 0.5:
+        return hostile.damaged_bytes(good, rng)
+    saved = torch.load(io.BytesIO(good), weights_only=True)
+    changed, what = hostile.changed(saved, saved, rng)
+    if rng.random() < 0.5 and is_shared and isinstance(changed, dict):
+        # Malice can compute the fingerprint, damage cannot.
+        with contextlib.suppress(Exception):
+            changed["fingerprint"] = save_id(changed)
+    return hostile.as_file(changed), what
 
 
-def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:
+def _write_on_rank_0(path: Path, content: bytes) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(content)
+    dist.barrier()
+
+
+def test_both_ranks_load_or_refuse_a_damaged_file_of_accelerate(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     count = 40 * hostile.TIMES
     first, second = run_ranks(_damaged_files, str(tmp_path), count, timeout_s=100 + count)
     print(f"files of Accelerate: {count} damaged, {first[1]} loaded, the others refused")
@@ -224,10 +223,8 @@ def test_damaged_files_of_accelerate(run_ranks: Any, tmp_path: Path) -> None:
 
 @fully_shard_on_gloo
 @pytest.mark.parametrize("name", ["int8", "diloco"])
-def test_damaged_folders(tmp_path: Path, name: str) -> None:
-    """Of `torch.distributed.checkpoint`, as CommHookFSDP2 and the plugins for Accelerate and
-    transformers read them.
-    """
+def test_a_damaged_folder_of_dcp_loads_or_is_refused(tmp_path: Path, name: str) -> None:
+    """CommHookFSDP2 and the plugins for Accelerate and transformers read such folders."""
     with process_group_of_one(), silent():
         model, hook = sharded.attached(1, 1, name)
 
@@ -240,12 +237,9 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
             )
 
         train(0)
-        folder, rng, count, loaded = (
-            DCPFolder(tmp_path / "hook", "of the test", lambda it: it),
-            random.Random(7),
-            0,
-            0,
-        )
+        folder = DCPFolder(tmp_path / "hook", "of the test", lambda loaded: loaded)
+        rng = random.Random(7)
+        count = loaded = 0
         folder.save(hook)
         good = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
         for _ in range(25 * hostile.TIMES // 2):
@@ -271,45 +265,22 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
-    """With plain tensors, and what the bytes hold in place of them."""
+    """Return `state` with plain tensors, and with the content of its bytes in their place."""
     rest = torch.load(io.BytesIO(state["commhooks"]), weights_only=True)
-    tensors = {
-        key: {n: t.to_local() for n, t in each.items()}
-        for key, each in state.items()
-        if key != "commhooks"
-    }
-    shards = [torch.load(io.BytesIO(each), weights_only=True) for each in rest["shards"]]
-    return tensors | {"rest": rest | {"shards": shards}}
+    rest["shards"] = [torch.load(io.BytesIO(shard), weights_only=True) for shard in rest["shards"]]
+    whole = {"rest": rest}
+    for key in state.keys() - {"commhooks"}:
+        whole[key] = {name: tensor.to_local() for name, tensor in state[key].items()}
+    return whole
 
 
-def test_changed_payloads_through_lightning() -> None:
-    with process_group_of_one(), silent():
-        subject, rng = power_sgd(), random.Random(8)
-        count = 25 * hostile.TIMES
-        loaded = sum(
-            not try_to_load(subject, *_through_a_checkpoint(subject, rng)) for _ in range(count)
-        )
-        print(f"through Lightning: {count} changed payloads, {loaded} loaded, the others refused")
-        assert 0.04 * count < loaded < 0.7 * count
-
-
-def _through_a_checkpoint(subject: Subject, rng: random.Random) -> tuple[Any, bool, str, Any]:
-    payload, what = hostile.changed(rng.choice(subject.good), rng.choice(subject.good), rng)
-
-    def load(content: Any, strict: bool) -> None:
-        strategy = CommHookDDP("powerSGD", strict=strict)
-        strategy._comm_hook = subject.hook
-        strategy.load_optimizer_state_dict({"optimizer_states": [], "commhooks": content})
-
-    return payload, rng.random() < 0.5, what, load
-
-
-def test_the_optimizers_wait_until_the_payload_has_been_checked() -> None:
+def test_lightning_loads_no_optimizer_before_the_payload_is_checked() -> None:
     with process_group_of_one():
         subject = power_sgd()
         optimizer = torch.optim.SGD(subject.ddp.parameters(), lr=0.5)
         strategy = CommHookDDP("powerSGD")
-        strategy._comm_hook, strategy.optimizers = subject.hook, [optimizer]
+        strategy._comm_hook = subject.hook
+        strategy.optimizers = [optimizer]
         states = torch.optim.SGD(subject.ddp.parameters(), lr=0.1).state_dict()
         checkpoint = {"optimizer_states": [states], "commhooks": subject.good[0] | {"step": -1}}
         with pytest.raises(PayloadError, match="'step' is -1"):
@@ -318,12 +289,14 @@ def test_the_optimizers_wait_until_the_payload_has_been_checked() -> None:
 
 
 # ---- one rank only
-# --------------------------------------------------------------------------------------------------
 
 
 def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
-    """What this rank's training ends in when rank 0 could not load, and after how many seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=5))
+    """Return the error in which the run of this rank ends, and after how many seconds.
+
+    Rank 0 could not load; it trains on all the same if `goes_on`.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=2))
     run = Run.new(ddp={"process_group": group}, hook_options={"start_powerSGD_iter": 1}).train(3)
     saved = run.hook.state_dict()
     if dist.get_rank() == 0:
@@ -343,17 +316,16 @@ def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
-def test_the_other_rank_does_not_wait_for_ever(run_ranks: Any) -> None:
+def test_no_rank_waits_for_ever_for_a_rank_that_could_not_load(run_ranks: Any) -> None:
     (refused, _), (lost, seconds) = run_ranks(_one_rank_refuses, False)
-    assert (
-        "holds inf or NaN" in refused and "load on every rank, or on none" in lost and seconds < 20
-    )
+    assert "holds inf or NaN" in refused
+    assert "load on every rank, or on none" in lost
+    assert seconds < 20
     for text, _ in run_ranks(_one_rank_refuses, True):
         assert "the ranks are at different steps of the hook: rank 0: 0, rank 1: 3" in text
 
 
 # ---- settings
-# --------------------------------------------------------------------------------------------------
 
 
 HOOKS: list[dict[str, Any]] = [
@@ -416,7 +388,7 @@ TEXTS = [
 
 
 def _file_of(rng: random.Random, trap: Path) -> tuple[bytes, str]:
-    """The content of a file, and what was done."""
+    """Return the content of a damaged or hostile file of settings, and what was done to it."""
     section = copy.deepcopy(rng.choice(HOOKS))
     document = {
         "compute_environment": "LOCAL_MACHINE",
@@ -442,44 +414,36 @@ def _file_of(rng: random.Random, trap: Path) -> tuple[bytes, str]:
     changed, what = hostile.changed(good, rng.choice(HOOKS), rng)
     try:
         return yaml.dump(changed).encode("utf-8", "surrogatepass"), what
-    except (
-        RecursionError,
-        ValueError,
-        TypeError,
-        NotImplementedError,
-    ):  # not everything can be written
-        return b"", what
+    except (RecursionError, ValueError, TypeError, NotImplementedError):
+        return b"", what  # not everything can be written
 
 
 @pytest.mark.parametrize("value", ["!!int abc", "!!timestamp x", "1" * 5000, "[" * 2000])
-def test_what_the_reader_of_yaml_stumbles_over_is_told(tmp_path: Path, value: str) -> None:
+def test_an_error_of_the_yaml_reader_names_the_file(tmp_path: Path, value: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(f"hook: int8\nhook_options:\n  block_size: {value}\n")
     with pytest.raises(HookConfigError, match="settings.yaml is not YAML: "):
         CommHookKwargs.from_config(file)
 
 
-def test_changed_files_of_settings(tmp_path: Path) -> None:
-    rng, file, trap, count, taken = (
-        random.Random(5),
-        tmp_path / "settings.yaml",
-        tmp_path / "trap",
-        0,
-        0,
-    )
-    for number in range(30 * hostile.TIMES):
+def test_a_changed_file_of_settings_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    file = tmp_path / "settings.yaml"
+    trap = tmp_path / "trap"
+    count = 30 * hostile.TIMES
+    accepted = 0
+    for number in range(count):
         content, what = _file_of(rng, trap)
         file.write_bytes(content)
         started = time.monotonic()
         try:
             CommHookKwargs.from_config(file)
-            taken += 1
+            accepted += 1
         except CommHookError as error:
             assert str(file) in str(error), (number, what, error)
         except BaseException as error:
             raise AssertionError(f"number {number}: {what}: {content[:300]!r}") from error
         assert time.monotonic() - started < 10, (number, what)
-        count += 1
     assert not trap.exists()
-    print(f"settings: {count} files, {taken} accepted, the others refused")
-    assert 0.05 * count < taken < 0.8 * count
+    print(f"settings: {count} files, {accepted} accepted, the others refused")
+    assert 0.05 * count < accepted < 0.8 * count

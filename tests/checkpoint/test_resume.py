@@ -1,13 +1,15 @@
-"""What a resumed run equals: front end x hook x form of the residuals, and from any number of ranks
-to any other.
+"""A run that resumes equals one that was not interrupted, with any front end and number of ranks.
 
 Every front end trains the same model on the same batches, saves in the middle and goes on. A run
 that resumes begins from other weights and another start step, so that the load must do the work.
 """
 
+import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,19 +17,24 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from accelerate_commhooks import CommHookKwargs
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
+from commhooks.checkpoint.payload import residuals_in
 from lightning_commhooks import CommHookDDP
 from lightning_commhooks.fabric import CommHookDDP as FabricDDP
 from tests.support.accelerators import Training, accelerate_launched
-from tests.support.ddp_steps import log_lines
+from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.inside import learns
 from tests.support.lightning_support import PoolEnvironment, trainer
+from tests.support.models import bits_equal, same
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, batch, flat, make_model, residuals
 
-START, SAVE_AT, STEPS = 2, 4, 7
+START = 2
+SAVE_AT = 4
+STEPS = 7
 POWERSGD = commhooks.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=START)
 RANK_2 = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
 DILOCO = commhooks.DiLoCo(sync_every=3)  # saved in mid-round
@@ -60,8 +67,9 @@ CASES = {
 
 @dataclass
 class Outcome:
-    """What came of a training on this rank. `saved`, `loaded`: its residuals at the save, after the
-    load.
+    """What came of a run on this rank.
+
+    `saved`, `loaded`: its residuals at the save and after the load.
     """
 
     weights: torch.Tensor
@@ -83,18 +91,17 @@ def memory(hook: commhooks.CommHook | None) -> dict[str, torch.Tensor]:
 
 
 # ---- front ends: train, save in the middle and go on, or resume from there
-# ------------------------------------------
 
 
 def attach(folder: str, case: Case, resume: bool) -> Outcome:
-    run, loaded = Run.new(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings), None
+    run = Run.new(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings)
+    saved = loaded = None
     if resume:
         spoil(run.ddp)
         run.load(torch.load(f"{folder}/state.pt", weights_only=True))
         loaded = memory(run.hook)
-    run.train(0 if resume else case.saved_at)
-    saved = None
-    if not resume:
+    else:
+        run.train(case.saved_at)
         content = run.save(gather=case.save_residual == "per_rank")
         saved = memory(run.hook)
         if dist.get_rank() == 0:
@@ -104,11 +111,8 @@ def attach(folder: str, case: Case, resume: bool) -> Outcome:
 
 def accelerate(folder: str, case: Case, resume: bool) -> Outcome:
     with accelerate_launched():
-        run, saved, loaded = (
-            Training(CommHookKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings)),
-            None,
-            None,
-        )
+        run = Training(CommHookKwargs(bucket_cap_mb=SEVERAL_BUCKETS_MB, **case.settings))
+        saved = loaded = None
         if resume:
             spoil(run.model)
             run.load(folder, case.saved_at)
@@ -130,7 +134,8 @@ def fabric(folder: str, case: Case, resume: bool) -> Outcome:
     made.launch()
     net = make_model()
     model, optimizer = made.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
-    state, saved, loaded = {"model": model, "optimizer": optimizer, "step": 0}, None, None
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    saved = loaded = None
 
     def train(steps: range) -> None:
         for step in steps:
@@ -166,9 +171,7 @@ class Module(pl.LightningModule):
 
 
 class Memory(pl.Callback):
-    """The residuals when the training begins, and after each step, before its checkpoint; the
-    weights at the end.
-    """
+    """Notes the residuals when the run begins, and before each step."""
 
     def __init__(self) -> None:
         self.at: dict[int, dict[str, torch.Tensor]] = {}
@@ -183,7 +186,8 @@ class Memory(pl.Callback):
 
 
 def lightning(folder: str, case: Case, resume: bool) -> Outcome:
-    noted, module = Memory(), Module()
+    noted = Memory()
+    module = Module()
     callbacks: list[pl.Callback] = [noted]
     if not resume:
         callbacks.append(
@@ -201,8 +205,9 @@ def lightning(folder: str, case: Case, resume: bool) -> Outcome:
     )
     loader = torch.utils.data.DataLoader(torch.zeros(100, 1))
     made.fit(module, loader, ckpt_path=f"{folder}/state.ckpt" if resume else None)
-    first = noted.at.get(case.saved_at, {})  # after the save, which with "mean" changes them
-    return Outcome.of(flat(module.parameters()), made.strategy.comm_hook, first, first)
+    # After the save, which with "mean" changes them.
+    at_save = noted.at.get(case.saved_at, {})
+    return Outcome.of(flat(module.parameters()), made.strategy.comm_hook, at_save, at_save)
 
 
 FRONT_ENDS: dict[str, Callable[[str, Case, bool], Outcome]] = {
@@ -236,10 +241,6 @@ def saved_and_resumed(
     return through, resumed, warned + more
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 # `attach` with every hook and wrapper: test_every_compressor.py.
 TRIED = [
     (front, case) for front in list(FRONT_ENDS)[1:] for case in ("per rank", "mean", "local steps")
@@ -254,28 +255,18 @@ def test_a_resumed_run_is_bit_equal(
     ranks = run_ranks(saved_and_resumed, front_end, str(tmp_path), tried)
     for through, resumed, warned in ranks:
         assert torch.equal(through.weights, resumed.weights)
-        assert same(through.residuals, resumed.residuals)
+        assert bits_equal(through.residuals, resumed.residuals)
         assert warned == []
         if tried.hook != DILOCO:
             assert torch.equal(resumed.weights, ranks[0][1].weights)
             assert resumed.stats["step"] == STEPS
             assert resumed.stats["compressed_steps"] == STEPS - max(tried.saved_at, START)
             assert resumed.stats["collectives_last_pass"] >= 3  # several buckets
-            assert any(each.any() for each in resumed.residuals.values())
+            assert any(residual.any() for residual in resumed.residuals.values())
     if tried.save_residual == "mean":
-        assert all(same(resumed.loaded, ranks[0][1].loaded) for _, resumed, _ in ranks)
+        assert all(bits_equal(resumed.loaded, ranks[0][1].loaded) for _, resumed, _ in ranks)
     elif tried.hook != DILOCO:
-        assert not same(ranks[0][1].loaded, ranks[1][1].loaded)
-
-
-def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any) -> None:
-    """`save_residual="drop"`; and the comparison above sees what is lost."""
-    ranks = run_ranks(saved_and_resumed, "attach", str(tmp_path), Case(POWERSGD, "drop"))
-    for through, resumed, warned in ranks:
-        assert resumed.loaded == {} and warned == []
-        assert not torch.equal(through.weights, resumed.weights)
-        assert torch.equal(resumed.weights, ranks[0][1].weights)
-        assert resumed.stats["step"] == STEPS
+        assert not bits_equal(ranks[0][1].loaded, ranks[1][1].loaded)
 
 
 # `attach`, from any number of ranks to any other: below.
@@ -283,9 +274,7 @@ def test_without_residuals_the_resumed_run_differs(run_ranks: Any, tmp_path: Any
 def test_another_number_of_ranks_goes_on_with_the_mean(
     run_ranks: Any, tmp_path: Any, front_end: str, after: int
 ) -> None:
-    """Only the mean of the residuals over the ranks has an effect, so that it is what must be
-    kept.
-    """
+    """Only the mean of the residuals over the ranks has an effect, so it must be kept."""
     saved = run_ranks(
         run_front_end, front_end, str(tmp_path), CASES["per rank"], False, world_size=2
     )
@@ -294,19 +283,18 @@ def test_another_number_of_ranks_goes_on_with_the_mean(
     )
     for outcome, warned in resumed:
         assert warned == []
-        assert (
-            outcome.stats["step"] == STEPS and outcome.stats["compressed_steps"] == STEPS - SAVE_AT
-        )
+        assert outcome.stats["step"] == STEPS
+        assert outcome.stats["compressed_steps"] == STEPS - SAVE_AT
         assert torch.equal(outcome.weights, resumed[0][0].weights)
-        for name, mine in outcome.loaded.items():
-            mean = torch.stack([each.saved[name] for each, _ in saved]).double().mean(0)
+        for name, loaded in outcome.loaded.items():
+            mean = torch.stack([of_rank.saved[name] for of_rank, _ in saved]).double().mean(0)
             assert mean.norm() > 0
-            assert (mean - mine).norm() <= 1e-6 * mean.norm()
+            assert (mean - loaded).norm() <= 1e-6 * mean.norm()
         assert outcome.loaded.keys() == saved[0][0].saved.keys() != set()
 
 
 def _rewind() -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A state loaded into a hook that has run already, as the learning-rate finder does."""
+    """Load a state into a hook that has run already, as the learning-rate finder does."""
     saved = Run.new(hook_options=RANK_2).train(4).save()
     other = Run.new(hook_options=RANK_2 | {"start_powerSGD_iter": 900}).train(2)
     handshakes = other.hook.stats()["handshakes"]
@@ -315,14 +303,13 @@ def _rewind() -> tuple[torch.Tensor, torch.Tensor, int]:
     return other.weights(), straight.weights(), other.hook.stats()["handshakes"] - handshakes
 
 
-def test_loading_into_a_running_hook(run_ranks: Any) -> None:
+def test_a_running_hook_that_loads_goes_on_from_there(run_ranks: Any) -> None:
     for rewound, straight, handshakes in run_ranks(_rewind):
         assert torch.equal(rewound, straight)
         assert handshakes == 1
 
 
 # ---- another number of ranks
-# -----------------------------------------------------------------------------------------
 
 
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -331,7 +318,7 @@ SAMPLES = 12
 
 
 def _samples(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ten kinds of noisy 8 x 8 images, and which kind each is."""
+    """Make noisy 8 x 8 images of ten kinds, and their kinds."""
     kinds = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=generator)
@@ -339,21 +326,21 @@ def _samples(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _train(run: Run, steps: int) -> Run:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    per_rank = SAMPLES // dist.get_world_size()
+    rows = slice(dist.get_rank() * per_rank, (dist.get_rank() + 1) * per_rank)
     for _ in range(steps):
         images, labels = _samples(100_000 + run.step, SAMPLES)
         run.optimizer.zero_grad()
-        own = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
-        torch.nn.functional.cross_entropy(run.ddp(images[own]), labels[own]).backward()
+        torch.nn.functional.cross_entropy(run.ddp(images[rows]), labels[rows]).backward()
         run.optimizer.step()
         run.step += 1
     return run
 
 
 def _save(run: Run, how: str) -> Any:
-    """ "gathered": the residuals of all ranks in one payload; "parts": one file for all and one per
-     rank. The mean:
-    test_every_compressor.py.
+    """Save "gathered", all residuals in one payload, or in "parts", one for all and one per rank.
+
+    The mean: test_every_compressor.py.
     """
     saved = run.save(residual="per_rank", gather=how == "gathered")
     if how == "parts":
@@ -362,44 +349,42 @@ def _save(run: Run, how: str) -> Any:
 
 
 def _load(run: Run, saved: list[Any], how: str) -> Run:
-    """`saved`: what `_save` returned, by rank of the world that saved."""
+    """Load what `_save` returned on each rank of the run that saved."""
     content = saved[0]
     if how == "parts":
-        shared, rank, world_size = saved[0]["hook"][0], dist.get_rank(), dist.get_world_size()
-        needed = payload_parts.ranks_needed(shared, rank, world_size)
-        parts = [saved[each]["hook"][1] for each in needed]
-        content = {**content, "hook": payload_parts.merge(shared, parts, rank, world_size)}
+        shared = saved[0]["hook"][0]
+        ranks = (dist.get_rank(), dist.get_world_size())
+        parts = [saved[writer]["hook"][1] for writer in payload_parts.ranks_needed(shared, *ranks)]
+        content = {**content, "hook": payload_parts.merge(shared, parts, *ranks)}
     return run.load(content)
 
 
 def _assert_same_mean(
     before: list[dict[str, torch.Tensor]], after: list[dict[str, torch.Tensor]]
 ) -> None:
-    """Of every parameter's residual over the ranks, to rounding."""
-    assert len(before[0]) == 4 and all(each.keys() == before[0].keys() for each in before + after)
+    """Assert that the mean residual over the ranks is the same, to rounding."""
+    assert len(before[0]) == 4
+    assert all(residuals.keys() == before[0].keys() for residuals in before + after)
     for name in before[0]:
-        old = torch.stack([each[name] for each in before]).double().mean(0)
-        new = torch.stack([each[name] for each in after]).double().mean(0)
+        old = torch.stack([residuals[name] for residuals in before]).double().mean(0)
+        new = torch.stack([residuals[name] for residuals in after]).double().mean(0)
         assert old.norm() > 0
         assert (old - new).norm() <= 1e-6 * old.norm(), name
 
 
 def _save_in_every_way() -> dict[str, Any]:
     run = _train(Run.new(hook_options=OPTIONS), 3)
-    own = residuals(run.hook)
+    kept = residuals(run.hook)
     saved = {how: _save(run, how) for how in ("gathered", "parts")}
-    return {"saved": saved, "residuals": own, "then": _train(run, 1).weights()}
+    return {"saved": saved, "residuals": kept, "then": _train(run, 1).weights()}
 
 
 def _load_in_every_way(saved: dict[int, list[dict[str, Any]]]) -> dict[tuple[int, str], Any]:
     results = {}
     for before, by_rank in saved.items():
         for how in ("gathered", "parts"):
-            run = _load(
-                Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 900}),
-                [each[how] for each in by_rank],
-                how,
-            )
+            run = Run.new(hook_options=OPTIONS | {"start_powerSGD_iter": 900})
+            _load(run, [saved_in[how] for saved_in in by_rank], how)
             loaded = residuals(run.hook)
             weights = _train(run, 1).weights()
             results[before, how] = {
@@ -419,20 +404,20 @@ def saved_in_every_world(worker_pool: Any) -> dict[int, list[Any]]:
 
 
 @pytest.mark.parametrize("after", WORLDS)
-def test_from_any_number_of_ranks(
+def test_a_run_resumes_from_any_number_of_ranks(
     run_ranks: Any, saved_in_every_world: dict[int, list[Any]], after: int
 ) -> None:
-    saved = {
-        before: [rank["saved"] for rank in ranks] for before, ranks in saved_in_every_world.items()
-    }
+    saved = {}
+    for before, ranks in saved_in_every_world.items():
+        saved[before] = [rank["saved"] for rank in ranks]
     results = run_ranks(_load_in_every_way, saved, world_size=after)
     for (before, how), first in results[0].items():
         ranks = [result[before, how] for result in results]
         old = [rank["residuals"] for rank in saved_in_every_world[before]]
         _assert_same_mean(old, [rank["residuals"] for rank in ranks])
-        if before == after:  # then each rank has its own again, to the bit
-            for mine, theirs in zip(old, (rank["residuals"] for rank in ranks), strict=True):
-                assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        if before == after:  # then each rank has its own residuals again, to the bit
+            for saved_residuals, rank in zip(old, ranks, strict=True):
+                assert bits_equal(saved_residuals, rank["residuals"])
         for rank in ranks:
             assert torch.equal(rank["weights"], first["weights"])
             assert rank["stats"]["step"] == 4 and rank["stats"]["compressed_steps"] == 1
@@ -441,3 +426,168 @@ def test_from_any_number_of_ranks(
                 saved_in_every_world[2][0]["then"],
             ):
                 assert (rank["weights"] - expected).norm() <= 1e-5 * expected.norm()
+
+
+# ---- the line that says where the run resumes
+
+FROM_STEP_3 = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+
+
+def _resumed(saved: dict[str, Any], hook: str = "powerSGD", **attach: Any) -> tuple[Run, list[str]]:
+    with log_lines("commhooks.summary", logging.INFO) as lines:
+        run = Run.new(hook=hook, **attach).load(saved)
+    return run, lines
+
+
+def _lines() -> dict[str, list[str]]:
+    run = Run.new(hook_options=FROM_STEP_3)
+    start = run.save(residual="mean")
+    plain = run.train(2).save(residual="mean")
+    run.train(3)
+    saved = {
+        "per_rank": run.save(residual="per_rank", gather=True),
+        "mean": run.save(residual="mean"),
+        "drop": run.save(residual="drop"),
+        "start": start,
+        "plain": plain,
+    }
+    lines = {how: _resumed(content, hook_options=FROM_STEP_3)[1] for how, content in saved.items()}
+    nothing = {"exclude": ["*"]}
+    without = Run.new(hook="int8", hook_options=nothing).train(2).save(residual="mean")
+    lines["without"] = _resumed(without, "int8", hook_options=nothing)[1]
+    lines["bf16"] = _resumed(Run.new(hook="bf16").train(2).save(), "bf16")[1]
+    return lines
+
+
+def test_one_line_says_where_the_run_resumes(run_ranks: Any) -> None:
+    first, other = run_ranks(_lines)
+    assert first == {
+        "per_rank": ["commhooks: powerSGD resumed at step 5; residuals: each rank's own"],
+        "mean": ["commhooks: powerSGD resumed at step 5; residuals: mean of 2 ranks"],
+        "drop": ["commhooks: powerSGD resumed at step 5; residuals: none, they start from zero"],
+        "start": [],
+        "plain": ["commhooks: powerSGD resumed at step 2; not yet compressing"],
+        "bf16": ["commhooks: bf16_compress resumed at step 2"],
+        "without": ["commhooks: int8_compress resumed at step 2; no parameter has a residual"],
+    }
+    assert not any(other.values())
+
+
+def _saved_at(step: int) -> dict[str, Any]:
+    return Run.new(hook_options=FROM_STEP_3).train(step).save(residual="per_rank", gather=True)
+
+
+def _loaded(saved: dict[str, Any]) -> list[str]:
+    return _resumed(saved, hook_options=FROM_STEP_3)[1]
+
+
+def test_the_line_names_another_number_of_ranks(run_ranks: Any) -> None:
+    saved = run_ranks(_saved_at, 4)[0]
+    ((line,),) = run_ranks(_loaded, saved, world_size=1)
+    assert line == "commhooks: powerSGD resumed at step 4; residuals: mean of 2 ranks"
+    saved = run_ranks(_saved_at, 2)[0]
+    ((line,),) = run_ranks(_loaded, saved, world_size=1)
+    assert line == "commhooks: powerSGD resumed at step 2; not yet compressing"
+
+
+def _other_starts() -> dict[str, list[str]]:
+    run = Run.new(hook_options=FROM_STEP_3).train(2)
+    early = run.save()
+    late = run.train(2).save()
+    lines = {}
+    for name, saved in (("early", early), ("late", late)):
+        for start in (3, 4, 0):
+            again, lines[f"{name}, {start}"] = _resumed(
+                saved, hook_options=FROM_STEP_3 | {"start_powerSGD_iter": start}
+            )
+            assert again.hook.options["start_powerSGD_iter"] == 3
+    return lines
+
+
+def test_the_line_names_an_overruled_start_that_is_still_ahead(run_ranks: Any) -> None:
+    lines = {name: line for name, (line,) in run_ranks(_other_starts)[0].items()}
+    named = {name for name, line in lines.items() if "start_powerSGD_iter=" in line}
+    assert named == {"early, 4", "early, 0"}  # at step 4 both starts are behind
+    assert lines["early, 4"].endswith("; start_powerSGD_iter=3 as it was saved, not 4")
+
+
+# ---- counters
+
+
+def _counted(hook: str) -> dict[str, Any]:
+    options = {"hook_options": FROM_STEP_3} if hook == "powerSGD" else {}
+    through = Run.new(hook=hook, **options).train(5)
+    saved = through.save()
+    through.train(3)
+    again, _ = _resumed(saved, hook, **options)
+    loaded = again.hook.stats()["so_far"]
+    again.train(3)
+    stats = again.hook.stats()
+    rewound = again.load(saved).hook.stats()["so_far"]
+    return {
+        "saved": saved["hook"]["counters"],
+        "loaded": loaded,
+        "rewound": rewound,
+        "through": through.hook.stats()["so_far"],
+        "again": stats["so_far"],
+        "since attach": {name: stats[name] for name in stats["so_far"]},
+    }
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "bf16"])
+def test_the_counters_so_far_go_on(run_ranks: Any, hook: str) -> None:
+    for rank in run_ranks(_counted, hook):
+        assert rank["again"] == rank["through"] and rank["again"]["backward_passes"] == 8
+        assert rank["since attach"]["backward_passes"] == 3
+        loaded = {name: count for name, count in rank["loaded"].items() if count is not None}
+        assert loaded and loaded == {name: rank["saved"][name] for name in loaded}
+        assert rank["rewound"] == rank["loaded"]
+        assert rank["saved"]["bytes_sent"] > 0 and rank["saved"]["backward_passes"] == 5
+
+
+# ---- what is saved
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched_powerSGD"])
+def test_a_saved_state_does_not_change_afterwards(run_ranks: Any, hook: str) -> None:
+    assert run_ranks(_saved_stays, hook) == [True, True]
+
+
+def _saved_stays(hook: str) -> bool:
+    run = Run.new(hook=hook, hook_options=OPTIONS).train(4)
+    saved = run.hook.state_dict()
+    before = copy.deepcopy(saved)
+    run.train(2)
+    return same(saved, before)
+
+
+def test_a_parameter_without_dimensions_is_saved_and_loaded() -> None:
+    with process_group_of_one():
+        ddp = DistributedDataParallel(torch.nn.ParameterDict({"scale": torch.ones(())}))
+        hook = commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
+        saved = hook.state_dict()
+        assert saved["parameters"]["scale"]["shape"] == []
+        hook.load_state_dict(saved)
+
+
+def _sizes(save_residual: str) -> tuple[int, int, str]:
+    """Return the bytes of residuals that this rank saves, and what the plan says of all ranks."""
+    run = Run.new(hook_options=FROM_STEP_3, save_residual=save_residual).train(4)
+    saved = 0
+    for entry in run.save()["hook"]["parameters"].values():
+        saved += sum(residual.nbytes for residual in residuals_in(entry))
+    plan = run.hook.plan()
+    with mock.patch("commhooks.plan.NAMED_SAVE_BYTES", 1):
+        return saved, plan.saved_residuals, f"{plan}{plan.summary()}"
+
+
+@pytest.mark.parametrize("save_residual", ["per_rank", "mean", "drop"])
+def test_the_plan_names_the_bytes_of_residuals_in_a_checkpoint(
+    run_ranks: Any, save_residual: str
+) -> None:
+    ranks = run_ranks(_sizes, save_residual)
+    written = sum(size for size, *_ in ranks) if save_residual == "per_rank" else ranks[0][0]
+    for _, planned, text in ranks:
+        assert planned == written and bool(written) == (save_residual != "drop")
+        assert ("Residuals in a checkpoint of all ranks: " in text) == bool(written)
+        assert ("0.0 GB of residuals in a checkpoint of all ranks" in text) == bool(written)

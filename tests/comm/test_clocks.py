@@ -1,6 +1,4 @@
-"""Times on an accelerator come from events that nobody waits for; here the events are made of the
-host's clock.
-"""
+"""Times on an accelerator come from events that nobody waits for (here: the host's clock)."""
 
 import contextlib
 import threading
@@ -42,11 +40,12 @@ class _Event:
 
 @contextlib.contextmanager
 def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iterator[type[_Event]]:
-    _Event.waits, _Event.device_at = 0, device_at
+    _Event.waits = 0
+    _Event.device_at = device_at
     with (
         mock.patch.object(precision, "is_host_readable", lambda device: False),
         mock.patch.object(counters, "has_clock", lambda device: True),
-        mock.patch("commhooks.hook.comm_hook.has_clock", lambda device: True),
+        mock.patch("commhooks.hook.statistics.has_clock", lambda device: True),
         mock.patch.object(counters, "event_on", lambda device: _Event(now())),
     ):
         yield _Event
@@ -116,7 +115,8 @@ def _train(hook: str, options: dict[str, Any]) -> dict[str, Any]:
         run = Run.new(hook=hook, hook_options=options)
         began = time.perf_counter()
         run.train(5)
-        wall, waits = time.perf_counter() - began, event.waits
+        wall = time.perf_counter() - began
+        waits = event.waits
         return {**run.hook.stats(), "wall": wall, "waits": waits}
 
 

@@ -46,11 +46,14 @@ class Late:
 
     def __enter__(self) -> "Late":
         late = self
-        all_reduce, run = dist.all_reduce, HookCallbacks.reduce
+        all_reduce = dist.all_reduce
+        run = HookCallbacks.reduce
 
         class LateWork:
             def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-                self._tensor, self._group, self._number = tensor, group, len(late.issued_by)
+                self._tensor = tensor
+                self._group = group
+                self._number = len(late.issued_by)
 
             def wait(self) -> None:
                 # The order of the waits is the same on every rank, so the sums still meet.
@@ -91,7 +94,8 @@ def _late(cap: float) -> tuple[bool, list[Late]]:
     models = [wrap(SHAPES, cap) for _ in range(2)]
     for model in models:
         commhooks.attach(model, config)
-    equal, observed = True, []
+    equal = True
+    observed = []
     for step in range(3):
         gradients: Gradients = random_gradients(SHAPES, dist.get_rank(), step)
         expected = backward(models[0], gradients)

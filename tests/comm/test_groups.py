@@ -1,6 +1,4 @@
-"""A DDP model on a sub-group, and a process group of its own for the hook: averages over that group
-alone.
-"""
+"""A hook averages over the model's own process group, or over one of the hook's, and no further."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,13 +56,13 @@ def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
         return
     # A model on all three ranks whose hook averages over a pair of them: then rank 0 has a group of
     # its own.
-    own = dist.new_group([0]) if not ddp_on_pair else None
-    group = own if dist.get_rank() == 0 else pair
+    alone = dist.new_group([0]) if not ddp_on_pair else None
+    group = alone if dist.get_rank() == 0 else pair
     ddp = wrap(mlp(), process_group=pair) if ddp_on_pair else wrap(mlp())
     # `attach` takes the group of the model; torch's functions take the default group unless they
     # are told.
-    given = None if how is _attach and ddp_on_pair else group
-    made = how(ddp, name, given)
+    passed = None if how is _attach and ddp_on_pair else group
+    made = how(ddp, name, passed)
     for step in range(3):
         before = (
             residuals(made) if isinstance(made, commhooks.CommHook) and name == "powerSGD" else {}
@@ -110,9 +108,7 @@ def test_averages_over_the_group_only(run_ranks, name, how, ddp_on_pair):
 
 
 def saved_on_a_sub_group(residual: str, gather: bool) -> None:
-    """Ranks 0 and 1 of 3 save together, and go on from it in a new model; rank 2 takes no part in
-    anything.
-    """
+    """Let ranks 0 and 1 of 3 save and resume in a new model; rank 2 takes no part."""
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return
@@ -140,10 +136,9 @@ def test_save_and_resume_on_a_sub_group(run_ranks, residual, gather):
 
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
 def test_all_ranks_make_all_groups_on_the_device_of_the_model(bound: torch.device | None) -> None:
-    """NCCL splits the communicator of a default group with a device, which all of its ranks must do
-    together.
-    """
-    device, calls = torch.device("cuda", 1), []
+    """All ranks must split NCCL's communicator of a group with a device together."""
+    device = torch.device("cuda", 1)
+    calls = []
     with (
         process_group_of_one(),
         mock.patch.object(dist, "get_process_group_ranks", return_value=list(range(4))),
@@ -218,7 +213,7 @@ def _with_unequal_groups(config: commhooks.HookConfig, nodes: int | None) -> Non
         (commhooks.DiLoCo(sync_every=3, delay=1), 2, None),
     ],
 )
-def test_ranks_in_different_numbers_of_groups(
+def test_ranks_may_be_in_different_numbers_of_groups(
     run_ranks: Any, config: commhooks.HookConfig, ranks: int, nodes: int | None
 ) -> None:
     """torch names a new group by its ranks and by how many groups there are on this rank."""

@@ -1,6 +1,4 @@
-"""Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact
-again.
-"""
+"""Saves that not every rank joins end in time, do no harm and are marked inexact."""
 
 import io
 import logging
@@ -57,7 +55,7 @@ def _alone() -> dict[str, Any]:
     untouched.train(2)
     weights = run.weights()
     second = run.save()["hook"]
-    own = residuals(run.hook)
+    kept = residuals(run.hook)
     run.train(2)
     return {
         "first": first,
@@ -65,7 +63,8 @@ def _alone() -> dict[str, Any]:
         "second": _describe(second),
         "undisturbed": torch.equal(weights, untouched.weights()),
         "set to the mean": all(
-            torch.equal(own[name], second["parameters"][name]["residual"].flatten()) for name in own
+            torch.equal(kept[name], second["parameters"][name]["residual"].flatten())
+            for name in kept
         ),
         "weights": run.weights(),
     }
@@ -94,7 +93,7 @@ def _late() -> tuple[Any, Any]:
     return late, _describe(run.hook.state_dict())
 
 
-def test_a_rank_that_comes_too_late(run_ranks: Any) -> None:
+def test_a_rank_that_comes_too_late_makes_the_save_inexact(run_ranks: Any) -> None:
     assert run_ranks(_late) == [(INEXACT, EXACT)] * 2
 
 
@@ -126,7 +125,7 @@ def _fails_in_the_middle() -> tuple[Any, Any, bool]:
     return failed, _describe(run.hook.state_dict()), kept
 
 
-def test_a_failure_in_the_middle(run_ranks: Any) -> None:
+def test_a_failure_in_the_middle_leaves_both_ranks_their_residuals(run_ranks: Any) -> None:
     assert run_ranks(_fails_in_the_middle) == [(INEXACT, EXACT, True)] * 2
 
 
@@ -134,17 +133,19 @@ def _on_an_accelerator(in_thread: bool) -> dict[str, Any]:
     """The CPU stands for an accelerator. `in_thread`: rank 1 saves in another thread than the one
     that trains.
     """
-    sizes, all_reduce = [], dist.all_reduce
+    sizes = []
+    all_reduce = dist.all_reduce
 
     def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes.append(tensor.numel())
         return all_reduce(tensor, *args, **kwargs)
 
     with masks():
-        run, saved = _run(), []
-        means = {name: each.clone() for name, each in residuals(run.hook).items()}
-        for each in means.values():
-            dist.all_reduce(each)
+        run = _run()
+        saved = []
+        means = {name: residual.clone() for name, residual in residuals(run.hook).items()}
+        for mean in means.values():
+            dist.all_reduce(mean)
         gloo = mock.patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo)
         pieces = mock.patch.object(joint_save, "PIECE_NUMEL", 100)
         with gloo as groups, pieces, mock.patch.object(dist, "all_reduce", noted):
@@ -154,15 +155,15 @@ def _on_an_accelerator(in_thread: bool) -> dict[str, Any]:
                 thread.join()
             else:
                 thread.run()
-        own = residuals(run.hook)
+        kept = residuals(run.hook)
         return {
             "saved": _describe(saved[0]),
             "is the mean": all(
-                torch.allclose(own[n], each / 2, atol=1e-7) for n, each in means.items()
+                torch.allclose(kept[n], mean / 2, atol=1e-7) for n, mean in means.items()
             ),
             "goes on from it": all(
-                torch.equal(own[name], saved[0]["parameters"][name]["residual"].flatten())
-                for name in own
+                torch.equal(kept[name], saved[0]["parameters"][name]["residual"].flatten())
+                for name in kept
             ),
             "groups": groups.call_count,
             "largest": max(sizes, default=0),
@@ -181,11 +182,10 @@ def test_an_accelerator_averages_in_pieces_over_the_models_group(
 
 
 def _keys_left() -> tuple[int, list[int]]:
-    """Keys in the store of the process group after a joint save: the first one, and those that
-    follow failed ones.
-    """
+    """Return the keys in the group's store after joint saves that succeed and that fail."""
     run = _run()
-    store, rank = store_of(dist.group.WORLD), dist.get_rank()
+    store = store_of(dist.group.WORLD)
+    rank = dist.get_rank()
     saver = run.hook._hook.checkpointer.joint_save()  # type: ignore[union-attr]
     assert saver is not None
 
@@ -199,7 +199,8 @@ def _keys_left() -> tuple[int, list[int]]:
         run.train(1)
         return count
 
-    first, later = after_a_save(), []
+    first = after_a_save()
+    later = []
     for case in ("rank 1 alone", "rank 1 fails", "no network", "rank 1 declines"):
         if case == "rank 1 declines":
             session_of(run.hook).state.local_missing = rank == 1
@@ -234,21 +235,19 @@ def _again_without_exchange() -> tuple[Any, int, bool]:
     return _describe(second), second["step"], same
 
 
-def test_a_second_save_at_the_same_step(run_ranks: Any) -> None:
+def test_a_second_save_at_the_same_step_exchanges_nothing(run_ranks: Any) -> None:
     assert run_ranks(_again_without_exchange) == [(EXACT, 3, True)] * 2
 
 
 def _saved_in_mid_commit() -> tuple[bool, str]:
-    """A signal handler may save while the state is being written: then the residuals are not to be
-    trusted.
-    """
+    """A signal handler may save while the state is being written: it cannot trust the residuals."""
     run = _run()
     session_of(run.hook).held.in_commit = True
     saved = run.hook.state_dict(residual="per_rank")
     return saved["exact"], saved["residual"]
 
 
-def test_a_save_in_mid_commit(run_ranks: Any) -> None:
+def test_a_save_in_mid_commit_is_inexact(run_ranks: Any) -> None:
     assert run_ranks(_saved_in_mid_commit) == [(False, "none")] * 2
 
 
@@ -292,7 +291,8 @@ def _warned(case: str) -> list[str]:
                 return failure
 
             if rank == 1:
-                saver.mean, saver._refuse = failing, refused  # type: ignore[method-assign]
+                saver.mean = failing
+                saver._refuse = refused  # type: ignore[method-assign]
             connect = _too_late if rank == 0 else dist.ProcessGroupGloo
             with mock.patch.object(dist, "ProcessGroupGloo", connect):
                 run.hook.state_dict()
@@ -300,8 +300,8 @@ def _warned(case: str) -> list[str]:
             with mock.patch.object(dist, "ProcessGroupGloo", failing):
                 run.hook.state_dict()
         elif case == "before the first pass":
-            own = session_of(run.hook).state  # type: ignore[union-attr]
-            own.local_shared = False  # as after a load of residuals per rank
+            state = session_of(run.hook).state  # type: ignore[union-attr]
+            state.local_shared = False  # as after a load of residuals per rank
             run.hook.state_dict()
         elif rank in map(int, case.split(",")):
             run.hook.state_dict()
@@ -342,19 +342,18 @@ def _too_late(
 def test_one_rank_warns(run_ranks: Any, case: str, speakers: list[int], reason: str) -> None:
     """The first rank that knows of the failure."""
     by_rank = run_ranks(_warned, case, world_size=3)
-    said = {rank: lines for rank, lines in enumerate(by_rank) if lines}
-    assert len(said) == 1 and next(iter(said)) in speakers
-    (warning,) = next(iter(said.values()))
+    warnings = {rank: lines for rank, lines in enumerate(by_rank) if lines}
+    assert len(warnings) == 1 and next(iter(warnings)) in speakers
+    (warning,) = next(iter(warnings.values()))
     assert reason in warning and "marked inexact" in warning
 
 
 def _sharded() -> list[tuple[bool, list[str]]]:
-    """Saves in which a rank of one shard fails, every rank, and none: which are exact, and what is
-    logged on this rank.
-    """
+    """Return which saves are exact, and what is logged, when ranks of a shard fail."""
     model, hook = attached(2, 2, hook_options=OPTIONS)
     backward(model, random_gradients(0))
-    saver, found = hook._hook.checkpointer.joint_save(), []  # type: ignore[union-attr]
+    saver = hook._hook.checkpointer.joint_save()
+    exact = []  # type: ignore[union-attr]
     assert saver is not None
     for step, ranks in enumerate(([1], [0, 1, 2, 3], []), start=1):
         backward(model, random_gradients(step))
@@ -363,10 +362,10 @@ def _sharded() -> list[tuple[bool, list[str]]]:
         with log_lines("commhooks", logging.WARNING) as lines:
             saved = hook.state_dict()
         saver.__dict__.pop("mean", None)
-        found.append(
+        exact.append(
             (bool(torch.load(io.BytesIO(saved["commhooks"]), weights_only=True)["exact"]), lines)
         )
-    return found
+    return exact
 
 
 def test_a_save_of_shards_fails_as_one(run_ranks: Any) -> None:

@@ -1,6 +1,4 @@
-"""A rank that has ended or hangs is named by all others, also by those that communicate only with
-ranks that failed in turn.
-"""
+"""All other ranks name a rank that has ended or hangs, even if they never communicate with it."""
 
 import contextlib
 import gc
@@ -32,7 +30,8 @@ def _end(groups: list[dist.ProcessGroup]) -> None:
 
 def _fail_and_end(groups: list[dist.ProcessGroup]) -> str:
     """What this rank reads in a collective of the last of the groups; then it ends, too."""
-    text, started = "", time.monotonic()
+    text = ""
+    started = time.monotonic()
     try:
         gather_rows(torch.zeros(1000), groups[-1], None, "what is tested")
     except commhooks.HookRunError as error:
@@ -227,7 +226,8 @@ def test_the_others_wait_for_one_timeout_with_every_hook(run_ranks: Any, tmp_pat
 def _messages() -> float:
     """Rank 0 sends late, and rank 2 does not send at all: rank 1 waits for them in this order."""
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-    rank, began = dist.get_rank(), time.monotonic()
+    rank = dist.get_rank()
+    began = time.monotonic()
     sent, arriving = [torch.ones(4) for _ in range(3)], [torch.zeros(4) for _ in range(3)]
     time.sleep({0: 0.75 * LIMIT_S, 1: 0.0, 2: 2.5 * LIMIT_S}[rank])
     if rank < 2:

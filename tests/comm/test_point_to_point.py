@@ -1,6 +1,4 @@
-"""All-to-all and all-gather as messages: what gloo's own collectives give, also with many in
-flight.
-"""
+"""All-to-all and all-gather by messages give what gloo's own collectives give."""
 
 import gc
 from datetime import timedelta
@@ -22,9 +20,11 @@ NUMELS = (1, 7, 0, 300_000, 5)
 
 
 def _both_ways() -> list[bool]:
-    group, messages = dist.group.WORLD, PointToPoint()
+    group = dist.group.WORLD
+    messages = PointToPoint()
     assert group is not None
-    size, generator = group.size(), torch.Generator().manual_seed(group.rank())
+    size = group.size()
+    generator = torch.Generator().manual_seed(group.rank())
     sends = [
         Send(torch.randint(256, shape, generator=generator, dtype=torch.uint8), op=op)
         for numel in NUMELS
@@ -33,8 +33,16 @@ def _both_ways() -> list[bool]:
     collectives = [start(send, group, None).wait() for send in sends]
     # All of them in flight at once, and waited for in the opposite order.
     pending = [start(send, group, None, messages=messages) for send in sends]
-    got = [each.wait() for each in reversed(pending)][::-1]
+    got = [work.wait() for work in reversed(pending)][::-1]
     return [torch.equal(a, b) for a, b in zip(got, collectives, strict=True)]
+
+
+def _bytes_by_storage(tree: Any) -> dict[int, int]:
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.nbytes
+        for tensor in tree_leaves(tree)
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 class _Largest(TorchDispatchMode):
@@ -44,14 +52,8 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        before, after = (
-            {
-                each.untyped_storage().data_ptr(): each.nbytes
-                for each in tree_leaves(tree)
-                if isinstance(each, torch.Tensor)
-            }
-            for tree in (args, result)
-        )
+        before = _bytes_by_storage(args)
+        after = _bytes_by_storage(result)
         self.size = max(
             self.size, *(size for place, size in after.items() if place not in before), 0
         )
@@ -62,11 +64,11 @@ def _different_sizes(sizes: list[int]) -> tuple[bool, int]:
     """Gather so many bytes of each rank without messages, as on an accelerator."""
     group = dist.group.WORLD
     assert group is not None
-    own = torch.full((sizes[group.rank()],), group.rank(), dtype=torch.uint8)
+    part = torch.full((sizes[group.rank()],), group.rank(), dtype=torch.uint8)
     send = Send(
-        own,
+        part,
         op="gather",
-        splits=([own.numel()] * group.size(), sizes),
+        splits=([part.numel()] * group.size(), sizes),
         into=torch.zeros(sum(sizes)).byte(),
     )
     with _Largest() as largest:
@@ -87,8 +89,8 @@ def test_parts_of_different_sizes_are_gathered_without_copies(
 def test_nccl_gathers_parts_of_different_sizes_itself() -> None:
     """It broadcasts each part of the list, all in one work."""
     with process_group_of_one(), mock.patch.object(collectives, "backend_of", return_value="nccl"):
-        own, into = torch.ones(4), torch.zeros(4)
-        send = Send(own, op="gather", splits=([4], [4]), into=into)
+        into = torch.zeros(4)
+        send = Send(torch.ones(4), op="gather", splits=([4], [4]), into=into)
         with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
             assert start(send, resolve_group(), None).wait() is into and into.eq(1).all()
     (parts, _), _ = gather.call_args
@@ -96,16 +98,15 @@ def test_nccl_gathers_parts_of_different_sizes_itself() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_same_as_gloos_collectives(run_ranks: Any, world_size: int) -> None:
+def test_messages_give_what_gloos_collectives_give(run_ranks: Any, world_size: int) -> None:
     for equal in run_ranks(_both_ways, world_size=world_size):
         assert equal == [True] * 2 * len(NUMELS)
 
 
 def _too_few() -> str:
-    """Rank 1 begins only two of three exchanges, and rank 0 leaves the second one alone: the error
-    is the time limit's. Nothing may be taken for another.
-    """
-    group, messages = dist.new_group([0, 1], timeout=timedelta(seconds=5)), PointToPoint()
+    """Rank 1 begins two of three exchanges: rank 0 gets the time limit's error for the third."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))
+    messages = PointToPoint()
     for number in range(2 if dist.get_rank() == 1 else 3):
         rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
         pending = start(
@@ -120,22 +121,22 @@ def _too_few() -> str:
     return ""
 
 
-def test_one_is_not_taken_for_another(run_ranks: Any) -> None:
+def test_messages_are_not_taken_for_each_other(run_ranks: Any) -> None:
     text, _ = run_ranks(_too_few)
     assert "number 2" in text and "rank 0 of 2" in text
 
 
 def _failed_half_way() -> list[int]:
-    """How many messages are held: after a failure between two of them, when the session is gone,
-    after later ones have arrived, and when another group has ended.
-    """
-    group, messages = dist.group.WORLD, PointToPoint()
+    """Return how many messages are held after a failure, later messages and the end of a group."""
+    group = dist.group.WORLD
+    messages = PointToPoint()
     assert group is not None
-    rows, counts = torch.ones(3, 500_000), []
+    rows = torch.ones(3, 500_000)
+    counts = []
 
     def held(group: dist.ProcessGroup) -> int:
         gc.collect()
-        return sum(len(each.works) for each in PointToPoint.in_flight(group))
+        return sum(len(message.works) for message in PointToPoint.in_flight(group))
 
     with (
         mock.patch.object(dist, "isend", side_effect=RuntimeError("half-way")),
@@ -155,7 +156,8 @@ def _failed_half_way() -> list[int]:
     dist.barrier()
     messages.forget_abandoned()
     counts.append(held(group))
-    before, pair = len(PointToPoint._IN_FLIGHT), dist.new_group()
+    before = len(PointToPoint._IN_FLIGHT)
+    pair = dist.new_group()
     messages.exchange(rows.unbind(0), answer.unbind(0), pair)
     counts.append(held(pair))
     dist.barrier()
@@ -171,7 +173,8 @@ def test_messages_are_held_until_their_end_is_known(run_ranks: Any) -> None:
 
 def _abandoned() -> list[float]:
     """PointToPoint for which nobody waits arrive in their own memory, not in that of later ones."""
-    group, messages = dist.group.WORLD, PointToPoint()
+    group = dist.group.WORLD
+    messages = PointToPoint()
     assert group is not None
     got = []
     for turn in range(3):

@@ -1,6 +1,4 @@
-"""What the author of a compressor can get wrong ends in an error that names it, never in a hang or
-a wrong result.
-"""
+"""A mistake of a compressor's author is an error that names it, never a hang or a wrong result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,12 +123,14 @@ def with_state(self: Any, flat: Any, work: Any, state: Any, step: Any) -> Any:
         ),
     ],
 )
-def test_a_malformed_exchange(exchange: Any, attributes: dict[str, Any], text: str) -> None:
+def test_a_malformed_exchange_is_an_error(
+    exchange: Any, attributes: dict[str, Any], text: str
+) -> None:
     with pytest.raises((HookRunError, RuntimeError), match=text):
         run(compressor(exchange, **attributes))
 
 
-def test_a_plan_that_is_none() -> None:
+def test_a_missing_plan_is_an_error() -> None:
     with pytest.raises(
         HookConfigError, match=r"OfATest.plan_parameter returned None for .*; expected a UnitPlan"
     ):
@@ -149,15 +149,15 @@ def test_a_workspace_of_none_is_a_workspace() -> None:
 
 
 def _between_nodes() -> list[str]:
-    found = []
+    errors = []
     for exchange in (no_verdict, goes_on, too_short):
         with mock.patch.dict(registry.COMPRESSORS):
             ddp = wrap(mlp())
             commhooks.attach(ddp, compressor(exchange), ranks_per_node=2)
             with pytest.raises(HookRunError) as raised:
                 backward(ddp, 0)
-            found.append(str(raised.value))
-    return found
+            errors.append(str(raised.value))
+    return errors
 
 
 def test_between_nodes_the_same_rules_hold(run_ranks: Any) -> None:
@@ -191,7 +191,7 @@ def _rows() -> str:
     return str(caught.value)
 
 
-def test_a_message_without_a_row_for_each_rank(run_ranks: Any) -> None:
+def test_a_message_without_a_row_for_each_rank_is_an_error(run_ranks: Any) -> None:
     for text in run_ranks(_rows, world_size=3):
         assert (
             text.startswith("all-to-all of rows ")
@@ -209,15 +209,14 @@ def _different_plans() -> None:
         commhooks.attach(wrap(mlp()), compressor(average, plan_parameter=plan_parameter))
 
 
-def test_plans_that_differ_between_ranks(run_ranks: Any) -> None:
+def test_plans_that_differ_between_ranks_are_an_error(run_ranks: Any) -> None:
     with pytest.raises(
         RanksFailed, match="the ranks compress different things: parameter 0 is .* on rank 1"
     ):
         run_ranks(_different_plans)
 
 
-# ---- registration and fields
-# -----------------------------------------------------------------------------------------
+# ---- registration and fields ---------------------------------------------------------------------
 
 
 def _config(**members: Any) -> type[Any]:
@@ -255,7 +254,7 @@ def _config(**members: Any) -> type[Any]:
         ),
     ],
 )
-def test_what_cannot_be_registered(members: dict[str, Any], text: str) -> None:
+def test_a_wrong_class_cannot_be_registered(members: dict[str, Any], text: str) -> None:
     members = {"exchange": average} | members
     if members["exchange"] is None:
         del members["exchange"]
@@ -273,7 +272,9 @@ def test_what_cannot_be_registered(members: dict[str, Any], text: str) -> None:
         ({"key": "momentum", "replicated": False}, "; use RESIDUAL"),
     ],
 )
-def test_fields_that_no_checkpoint_can_hold(arguments: dict[str, Any], text: str) -> None:
+def test_fields_that_no_checkpoint_can_hold_are_refused(
+    arguments: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         commhooks.StateField(**arguments)
 

@@ -1,6 +1,4 @@
-"""`commhooks.testing.check`: every compressor of ours keeps the rules, and each broken rule is
-named.
-"""
+"""`commhooks.testing.check` accepts our compressors and names each broken rule."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from tests.support.kinds import KINDS
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_ours_keep_the_rules(name: str) -> None:
+def test_our_compressors_keep_the_rules(name: str) -> None:
     with computing_with(KINDS[name].kernel):
         compressor = made_for(KINDS[name])
         use_own_kernel(compressor, torch.device("cpu"), {torch.float32})
@@ -171,10 +169,10 @@ def test_a_broken_rule_is_named(broken: Callable[[], Any]) -> None:
     assert BROKEN[broken] in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [Options(), BF16Feedback])
-def test_something_else_than_a_compressor_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("subject", [Options(), BF16Feedback])
+def test_something_else_than_a_compressor_is_refused(subject: Any) -> None:
     with pytest.raises(commhooks.HookConfigError, match="expected a compressor, such as"):
-        check(given)
+        check(subject)
 
 
 class SendsByRank(BF16Feedback):

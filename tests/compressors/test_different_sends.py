@@ -1,6 +1,4 @@
-"""Ranks whose compressor sends different things are told which Send it is, all of them; without
-that gloo would end the process, or they would wait for each other.
-"""
+"""All ranks are told which Send differs between them, where gloo would hang or abort."""
 
 import dataclasses
 import re
@@ -42,7 +40,10 @@ class OwnCompressor(commhooks.Compressor[Own]):
 
     def exchange(self, flat: Any, work: Any, state: Any, step: Any) -> Any:
         fault = self.config.fault_at(step.number)
-        first, second, op, last = flat.clone(), torch.ones(6), "sum", True
+        first = flat.clone()
+        second = torch.ones(6)
+        op = "sum"
+        last = True
         if fault == "shape" and len(flat) == 576:  # the second bucket
             second = torch.ones(7)
         elif fault == "dtype":
@@ -137,7 +138,9 @@ def test_the_send_is_named_on_all_ranks(
         ),
     ],
 )
-def test_a_compressor_without_learned_state(run_ranks: Any, fault: str, ranks: str) -> None:
+def test_a_compressor_without_learned_state_is_told_too(
+    run_ranks: Any, fault: str, ranks: str
+) -> None:
     for text in run_ranks(_with_ddp, fault, OwnAtOnceCompressor):
         assert ranks in text
 
@@ -175,7 +178,8 @@ def test_with_fully_shard_the_other_shards_fail_too(
 def _gathered(compressor: type[OwnCompressor]) -> list[int]:
     """The all-gathers for comparisons of each step."""
     commhooks.register_compressor(compressor)
-    run, counts = Run.new(hook=Own(), bucket_cap_mb=SEVERAL_BUCKETS_MB), []
+    run = Run.new(hook=Own(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    counts = []
     for _ in range(4):
         before = run.hook.stats()["handshakes"]
         run.train(1)

@@ -1,6 +1,4 @@
-"""Parameters without elements, in buckets beside others and in a bucket of their own, change no bit
-of the others. On shards they cannot be: FSDP2 refuses them in the backward pass (torch 2.13).
-"""
+"""Parameters without elements change no bit of the others. FSDP2 refuses them itself."""
 
 from typing import Any
 
@@ -23,13 +21,11 @@ class _Empty(nn.Module):
         self.tensors = nn.ParameterList(torch.empty(shape, dtype=dtype) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + sum(each.sum() for each in self.tensors).to(x.dtype)
+        return x + sum(tensor.sum() for tensor in self.tensors).to(x.dtype)
 
 
 def _model(empty: bool) -> nn.Sequential:
-    """`empty`: with parameters without elements beside the others, and of another dtype in a bucket
-    of their own.
-    """
+    """`empty`: also has parameters without elements, some in a bucket of their own."""
     model = make_model()
     if empty:
         model.append(_Empty((0, 3), (4, 0, 2), (0,)))
@@ -38,29 +34,30 @@ def _model(empty: bool) -> nn.Sequential:
 
 
 def _trained(name: str, *forms: str, **more: Any) -> dict[bool, list[torch.Tensor]]:
-    """The weights with and without empty parameters: at the end, and of runs that went on from a
-    save in each form.
-    """
-    kind, found = EVERY[name], {}
+    """Return the weights with and without empty parameters, at the end and after saves."""
+    kind = EVERY[name]
+    weights = {}
     for empty in (False, True):
         run = kind.new(model=_model(empty), **more).train(STEPS)
         resumed = [
             kind.new(model=_model(empty), **more).load(run.save(residual=form)) for form in forms
         ]
-        found[empty] = [each.train(1).weights() for each in (run, *resumed)]
-    return found
+        weights[empty] = [trained.train(1).weights() for trained in (run, *resumed)]
+    return weights
 
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, "diloco"])
-def test_parameters_without_elements(run_ranks: Any, name: str) -> None:
-    for found in run_ranks(_trained, name, "per_rank", "mean", "distributed"):
-        with_empty, without = found[True], found[False]
-        assert all(each.isfinite().all() for each in with_empty)
+def test_parameters_without_elements_change_nothing(run_ranks: Any, name: str) -> None:
+    for weights in run_ranks(_trained, name, "per_rank", "mean", "distributed"):
+        with_empty, without = weights[True], weights[False]
+        assert all(tensor.isfinite().all() for tensor in with_empty)
         # The matrix of a bucket starts from a Q that the names of its parameters decide.
         assert EVERY[name].layouts_matter or all(map(same_bits, with_empty, without))
 
 
 @pytest.mark.parametrize("name", ["powerSGD, bf16 wrapper", "int8, native"])
-def test_parameters_without_elements_between_nodes(run_ranks: Any, name: str) -> None:
-    for found in run_ranks(_trained, name, "mean", ranks_per_node=2, world_size=4):
-        assert all(map(same_bits, found[True], found[False]))
+def test_parameters_without_elements_change_nothing_between_nodes(
+    run_ranks: Any, name: str
+) -> None:
+    for weights in run_ranks(_trained, name, "mean", ranks_per_node=2, world_size=4):
+        assert all(map(same_bits, weights[True], weights[False]))

@@ -63,8 +63,7 @@ def all_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(same_bits, one, other))
 
 
-# ---- replicas, bytes, order
-# ------------------------------------------------------------------------------------------
+# ---- replicas, bytes, order ----------------------------------------------------------------------
 
 
 def _trained(name: str) -> dict[str, Any]:
@@ -99,7 +98,8 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(
     run_ranks: Any, name: str
 ) -> None:
     ranks = run_ranks(_trained, name, world_size=3)
-    first, kind = ranks[0], KINDS[name]
+    first = ranks[0]
+    kind = KINDS[name]
     for rank in ranks:
         assert all_same_bits([rank["weights"]], [first["weights"]])
         assert rank["issued"] == first["issued"] and len(rank["issued"]) == rank["collectives"]
@@ -122,7 +122,7 @@ def test_replicas_are_equal_and_send_what_is_planned_in_one_order(
         )
 
 
-@pytest.mark.parametrize("name", [each for each in ALL if not KINDS[each.id].layouts_matter])
+@pytest.mark.parametrize("name", [kind for kind in ALL if not KINDS[kind.id].layouts_matter])
 def test_the_plan_of_a_model_is_that_of_the_hook(name: str) -> None:
     kind = KINDS[name]
     request = HookRequest.parse(kind.hook, hook_options=kind.options or None, wrapper=kind.wrapper)
@@ -132,8 +132,7 @@ def test_the_plan_of_a_model_is_that_of_the_hook(name: str) -> None:
         assert "kB" in str(run.hook.plan())
 
 
-# ---- what is not finite did not happen; resume
-# -----------------------------------------------------------------------
+# ---- what is not finite did not happen; resume ---------------------------------------------------
 
 
 def _spoilt_and_resumed(name: str) -> dict[str, Any]:
@@ -166,7 +165,7 @@ def _spoilt_and_resumed(name: str) -> dict[str, Any]:
         "resumed": [spoilt.train(1).weights(), weights],
         "resumed with the mean": [resumed_mean.weights(), whole.train(1).weights()],
         "steps": [run.hook.stats()["step"] for run in (spoilt, resumed_mean)],
-        "exact": all(each["hook"].get("exact", True) for each in (saved, mean)),
+        "exact": all(saving["hook"].get("exact", True) for saving in (saved, mean)),
         "unchanged": plain(saved["hook"]) == content,
     }
 
@@ -237,29 +236,28 @@ def test_another_number_of_ranks_takes_the_mean_residual(run_ranks: Any, name: s
             assert all(
                 torch.equal(rank["kept"][key], before["mean"][key]) for key in before["mean"]
             )
-            assert any(bool(each.any()) for each in rank["kept"].values())
+            assert any(bool(residual.any()) for residual in rank["kept"].values())
         before = ranks[0]
 
 
-# ---- independent of buckets, of the loss scale, of DDP
-# ---------------------------------------------------------------
+# ---- independent of buckets, of the loss scale, of DDP -------------------------------------------
 
 
 def _gradients_with(name: str, cap_mb: float) -> list[torch.Tensor]:
     run = KINDS[name].new(bucket_cap_mb=cap_mb)
-    found = []
+    gradients_of_steps = []
     for step in range(STEPS):
         torch.manual_seed(100 * step + dist.get_rank())
         run.optimizer.zero_grad()
         run.ddp(torch.randn(8, 1, 8, 8)).square().mean().backward()
-        found.append(
+        gradients_of_steps.append(
             torch.cat([p.grad.flatten() for p in run.ddp.parameters() if p.grad is not None])
         )
-    return found
+    return gradients_of_steps
 
 
 @pytest.mark.parametrize(
-    "name", [each for each in ALL if KINDS[each.id].learns and not KINDS[each.id].layouts_matter]
+    "name", [kind for kind in ALL if KINDS[kind.id].learns and not KINDS[kind.id].layouts_matter]
 )
 def test_buckets_do_not_change_a_bit(run_ranks: Any, name: str) -> None:
     one, several = (
@@ -271,7 +269,7 @@ def test_buckets_do_not_change_a_bit(run_ranks: Any, name: str) -> None:
 def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Tensor]:
     """One rank overflows in step 3: the residuals do not contain that step's scale."""
     current = torch.ones(())
-    found = []
+    results = []
     with masks(masked):
         run = KINDS[name].new(loss_scale=lambda: current)
         for step, scale in enumerate(scales):
@@ -282,7 +280,7 @@ def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Ten
             loss = run.ddp(torch.randn(8, 1, 8, 8)).square().mean()
             (loss * (float("inf") if overflows else scale)).backward()
             if step != 3:
-                found.append(
+                results.append(
                     torch.cat(
                         [
                             p.grad.flatten() / scale
@@ -295,7 +293,7 @@ def _overflowing(name: str, masked: bool, scales: list[float]) -> list[torch.Ten
             run.hook.stats()["nonfinite_steps"] == 1
             and run.hook.state_dict()["loss_scale"] == scales[-1]
         )
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -344,18 +342,18 @@ def _buckets(step: int, ranks: Iterable[int]) -> list[torch.Tensor]:
 def _plain_tensors(name: str) -> list[torch.Tensor]:
     """The engine on tensors over a process group: no DDP, no GradBucket."""
     kind = KINDS[name]
-    parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     compressor = made_for(kind)
     binding = Binding(ModelNames(parameters.items()), resolve_group)
     session = Session(compressor, binding, LearnedState.of(compressor.state_fields), Counters())
-    found = []
+    averages = []
     for step in range(5):
         (flat,) = _buckets(step, [dist.get_rank()])
         with computing_with(kind.kernel):
             session.run(Bucket(flat, list(parameters.values()))).wait()
-        found.append(flat)
+        averages.append(flat)
     assert session.counters.compressed_steps == session.state.step == 5
-    return [*found, *(each for _, each in sorted(session.state["residual"].items()))]
+    return [*averages, *(residual for _, residual in sorted(session.state["residual"].items()))]
 
 
 @pytest.mark.parametrize("name", IN_32_BITS)
@@ -363,12 +361,12 @@ def test_simulated_ranks_are_real_ones_bit_for_bit(run_ranks: Any, name: str) ->
     kind = KINDS[name]
     with torch.no_grad(), computing_with(kind.kernel):
         ranks = SimulatedRanks(
-            lambda: made_for(kind), 2, {each: torch.zeros(shape) for each, shape in SHAPES.items()}
+            lambda: made_for(kind), 2, {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         )
         steps = [_buckets(step, range(2)) for step in range(5)]
         assert all(map(ranks.step, steps))
     for rank, real in enumerate(run_ranks(_plain_tensors, name)):
-        kept = [each for _, each in sorted(ranks.states[rank]["residual"].items())]
+        kept = [residual for _, residual in sorted(ranks.states[rank]["residual"].items())]
         assert all_same_bits(real, [*(buckets[rank] for buckets in steps), *kept])
 
 
@@ -379,6 +377,6 @@ def test_the_example_needs_nothing_else(run_ranks: Any) -> None:
         assert session_of(run.hook).state["residual"].keys() == {
             p.name for p in run.hook.plan().compressed
         }
-        size = sum(each.nbytes for each in session_of(run.hook).state["residual"].values())
+        size = sum(residual.nbytes for residual in session_of(run.hook).state["residual"].values())
         assert run.hook.plan().memory.residual == size
         assert "random_k" in commhooks.available_hooks()

@@ -1,6 +1,4 @@
-"""What every compressor promises, for one of each sort, on a model sharded by `fully_shard` with
-two replicas of two shards.
-"""
+"""One compressor of each sort keeps its promises on two replicas of two shards."""
 
 import logging
 from typing import Any
@@ -44,11 +42,10 @@ def equal_on_all_ranks(tensors: dict[str, torch.Tensor]) -> bool:
     mine = torch.cat([tensor.flatten() for tensor in tensors.values()])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return all(same_bits(mine, each) for each in everyone)
+    return all(same_bits(mine, tensor) for tensor in everyone)
 
 
-# ---- replicas, bytes, steps that are not finite, and resuming
-# --------------------------------------------------------
+# ---- replicas, bytes, steps that are not finite, and resuming ------------------------------------
 
 
 def _promises(name: str) -> dict[str, bool]:
@@ -61,9 +58,10 @@ def _promises(name: str) -> dict[str, bool]:
         del issued[:]
         steps.append(backward(model, gradients(3)))
         mine = [line for line in issued if "shards" not in line]
-    stats, plan = hook.stats(), hook.plan()
+    stats = hook.stats()
+    plan = hook.plan()
     outcome["replicas"] = equal_on_all_ranks(
-        {str(i): g for i, each in enumerate(steps) for g in each.values()}
+        {str(i): g for i, of_step in enumerate(steps) for g in of_step.values()}
     )
     error = [
         (a.double() - b.double()).norm() / b.double().norm() for a, b in _with_mean(steps[0], 0)
@@ -71,7 +69,8 @@ def _promises(name: str) -> dict[str, bool]:
     outcome["mean before the start"] = max(error) < (
         2e-3 if "fp16" in name else 2e-2 if "bf16" in name else 1e-6
     )
-    sent, planned = stats["bytes_sent"] - before["bytes_sent"], plan.bytes_after + plan.flag_bytes
+    sent = stats["bytes_sent"] - before["bytes_sent"]
+    planned = plan.bytes_after + plan.flag_bytes
     most = 2000 if kind.pads or kind.layouts_matter else 0
     outcome["bytes"] = abs(sent - planned) <= most
     texts: list[Any] = [None] * dist.get_world_size()
@@ -85,16 +84,16 @@ def _promises(name: str) -> dict[str, bool]:
         outcome["compressed"] = stats["compressed_steps"] == 4 - START and stats["step"] == 4
 
     # A number that is not finite on one rank.
-    known = learned(hook)
+    learned_before = learned(hook)
     spoilt = gradients(99)
     if rank == 1:
         spoilt["even.weight"].view(-1)[-1] = float("nan")
     bad = backward(model, spoilt)
     after = learned(hook)
-    for each in (known, after):
-        each.pop("nonfinite", None)
-    outcome["told"] = not all(bool(each.isfinite().all()) for each in bad.values())
-    outcome["nothing changed"] = bits_equal(known, after)
+    for state in (learned_before, after):
+        state.pop("nonfinite", None)
+    outcome["told"] = not all(bool(gradient.isfinite().all()) for gradient in bad.values())
+    outcome["nothing changed"] = bits_equal(learned_before, after)
 
     # Resuming in a new hook.
     saved = hook.state_dict()

@@ -120,12 +120,15 @@ def _gradients(kinds: dict[str, Kind], rank: int, step: int, dtype: torch.dtype)
 def _run(
     hook_name: str, kinds: dict[str, Kind], dtype: torch.dtype, wrapper: str | None, settle: int
 ) -> dict[str, Any]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     shapes = {name: (N, M) for name in [*kinds, *QUIET]} | {"vector": (M,)}
     ddp = wrap(shapes, bucket_cap_mb=6 * N * M * dtype.itemsize / 1024**2, dtype=dtype)
     with computing_with("torch" if "torch" in hook_name else "native"):
         hook = commhooks.attach(ddp, HOOKS[hook_name], wrapper=wrapper)
-    bits, finite, skipped = hashlib.sha256(), [], []
+    bits = hashlib.sha256()
+    finite = []
+    skipped = []
     totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     expected = torch.zeros(N, M, dtype=torch.float64)
     steps = BEFORE + HARD + settle + WINDOW
@@ -171,9 +174,10 @@ def _check(
 ) -> None:
     for index, (dtype, wrapper) in enumerate(cases):
         case = f"{dtype} on a wire of {wrapper or 'its own'}"
-        outcomes = [each[index] for each in ranks]
+        outcomes = [of_rank[index] for of_rank in ranks]
         assert len({outcome["bits"] for outcome in outcomes}) == 1, f"{case}: ranks differ"
-        outcome, steps = outcomes[0], len(outcomes[0]["finite"])
+        outcome = outcomes[0]
+        steps = len(outcomes[0]["finite"])
         # 1e30 does not fit into the fp16 of factors: the step is skipped, on all ranks.
         too_large = (
             huge
@@ -183,8 +187,8 @@ def _check(
         )
         bad = range(BEFORE, BEFORE + HARD) if too_large else range(0)
         assert outcome["finite"] == [step not in bad for step in range(steps)], case
-        counted = [sum(1 for each in bad if each <= step) for step in range(steps)]
-        assert all(each["skipped"] == counted for each in outcomes), case
+        counted = [sum(1 for bad_step in bad if bad_step <= step) for step in range(steps)]
+        assert all(outcome["skipped"] == counted for outcome in outcomes), case
         assert outcome["stats"]["compressed_steps"] == steps - len(bad), case
         assert outcome["stats"]["collectives_last_pass"] > 3, "several buckets"
         for name, total in outcome["totals"].items():
@@ -198,7 +202,7 @@ def _check(
 
 
 @pytest.mark.parametrize(("hook", "world_size", "cases", "masked"), SETUPS)
-def test_finite_and_as_before_afterwards(run_ranks, hook, world_size, cases, masked):
+def test_results_are_finite_and_recover_afterwards(run_ranks, hook, world_size, cases, masked):
     """What is huge is worked off, or refused."""
     for huge, settle in ((False, 4), (True, SETTLE[hook])):
         _check(

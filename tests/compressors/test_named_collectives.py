@@ -1,6 +1,4 @@
-"""`Compressor.collectives`, from which times are predicted, and which messages wait for others, are
-those sent.
-"""
+"""`Compressor.collectives`, from which times are predicted, names what is really sent."""
 
 from collections import Counter
 from typing import Any
@@ -28,7 +26,7 @@ ROUNDS = {
         ("diloco", {"wire": "int4"}),
     ]
 }
-TRIED: dict[str, Kind] = {name: each for name, each in KINDS.items() if each.hook != AUTO} | ROUNDS
+TRIED: dict[str, Kind] = {name: kind for name, kind in KINDS.items() if kind.hook != AUTO} | ROUNDS
 
 
 @pytest.fixture

@@ -35,17 +35,13 @@ class Seen:
 
 @contextlib.contextmanager
 def late_answers() -> Iterator[Seen]:
-    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers
-    `DELAY_S` seconds late, or more.
-    """
+    """In the body each asynchronous collective of a dense tensor answers `DELAY_S` late."""
     seen = Seen()
-    reduce, gather, cast, exchange, by_messages = (
-        dist.all_reduce,
-        getattr(dist, ALL_GATHER),
-        dist.broadcast,
-        dist.all_to_all_single,
-        PointToPoint.exchange,
-    )
+    reduce = dist.all_reduce
+    gather = getattr(dist, ALL_GATHER)
+    cast = dist.broadcast
+    exchange = dist.all_to_all_single
+    by_messages = PointToPoint.exchange
 
     def late(tensors: Sequence[torch.Tensor], begin: Callable[[list[torch.Tensor]], Any]) -> Any:
         """`begin` is called with copies of `tensors`, in which the answer will be."""
@@ -88,13 +84,16 @@ def late_answers() -> Iterator[Seen]:
     ) -> Any:
         return late(arriving, lambda results: by_messages(self, sent, results, group))
 
-    own = {
+    replaced = {
         "all_reduce": all_reduce,
         ALL_GATHER: all_gather,
         "broadcast": broadcast,
         "all_to_all_single": all_to_all_single,
     }
-    with mock.patch.multiple(dist, **own), mock.patch.object(PointToPoint, "exchange", messages):
+    with (
+        mock.patch.multiple(dist, **replaced),
+        mock.patch.object(PointToPoint, "exchange", messages),
+    ):
         yield seen
 
 

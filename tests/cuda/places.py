@@ -1,5 +1,4 @@
-"""Where a test body runs: the CPU, the CPU taken for an accelerator, and a GPU with gloo and with
-NCCL.
+"""A test body runs on the CPU, on the CPU taken for an accelerator, and on a GPU, twice.
 
     @pytest.mark.parametrize("place", PLACES)
     def test_something(run_ranks, place):
@@ -9,7 +8,7 @@ NCCL.
         with entered(place) as here:
             model.to(here.device); DistributedDataParallel(model, process_group=here.group)
 
-The first two run in `make test`, the others in `make test-cuda`.
+The first two run in `make test`, the others (a GPU with gloo and with NCCL) in `make test-cuda`.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ MASKED = "cpu as accelerator"  # the code that runs on accelerators, on CPU tens
 GLOO = "cuda over gloo"  # two ranks on one GPU
 NCCL = "cuda over nccl"  # one rank: NCCL refuses two on one GPU
 
-ON_CUDA: list[Any] = [pytest.param(each, marks=pytest.mark.cuda) for each in (GLOO, NCCL)]
+ON_CUDA: list[Any] = [pytest.param(place, marks=pytest.mark.cuda) for place in (GLOO, NCCL)]
 PLACES: list[Any] = [CPU, MASKED, *ON_CUDA]
 
 

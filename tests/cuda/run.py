@@ -91,27 +91,25 @@ def missing() -> str:
     """What keeps the tests from running, in one sentence; empty if nothing does."""
     for name in ("torch", "pytest"):
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ValueError:  # blocked by whoever started this
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             return (
                 f"{sys.executable} has no {name}: the tests for CUDA need torch and pytest. Install"
                 " it there, or name another Python with 'make test-cuda PYTHON=/path/to/python3'."
             )
-    from machine import no_device
+    from common import no_device
 
     return no_device()
 
 
 def run_tests(arguments: list[str]) -> Results:
-    """Runs pytest in this process, with `arguments`, and the settings of pyproject.toml that need
-    no plugin.
-    """
+    """Run pytest in this process with the settings of pyproject.toml that need no plugin."""
     import pytest
 
     results = Results()
-    own = [
+    options = [
         "-p",
         "no:cacheprovider",
         "-o",
@@ -122,7 +120,7 @@ def run_tests(arguments: list[str]) -> Results:
     ]
     with _environment():
         ended = pytest.main(
-            [*own, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *arguments],
+            [*options, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *arguments],
             [results],
         )
     results.broken |= ended not in (
@@ -150,18 +148,21 @@ def _environment() -> Iterator[None]:
 
 def main(arguments: list[str]) -> int:
     global _stderr
-    # for `machine`; at the end, because other names there are taken
+    # for `common`; at the end, because other names there are taken
     sys.path.append(str(ROOT / "benchmarks"))
     if problem := missing():
         print(problem, file=sys.stderr)
         return 1
-    from machine import in_words, machine
+    from common import in_words, machine
 
-    at, began = machine(), time.monotonic()
+    at = machine()
+    began = time.monotonic()
     _stderr = os.fdopen(os.dup(2), "w")
     os.chdir(ROOT)
     results = run_tests(["-m", "cuda", "tests/cuda", *arguments])
-    counts = ", ".join(f"{results.count(each)} {each}" for each in ("passed", "failed", "skipped"))
+    counts = ", ".join(
+        f"{results.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")
+    )
     print(f"\n{results.table()}\n\n{counts} in {time.monotonic() - began:.0f} s. {in_words(at)}")
     if problem := results.verdict():
         print(problem, file=sys.stderr)

@@ -1,11 +1,11 @@
-"""A training under torch's CUDA sanitizer, started by tests/cuda/test_gpu_sanitizer.py with
-TORCH_CUDA_SANITIZER=1.
+"""Trains under torch's CUDA sanitizer; test_gpu_sanitizer.py starts it with TORCH_CUDA_SANITIZER=1.
 
     sanitized_script.py plain     DDP without a hook: what the sanitizer says of torch itself
-    sanitized_script.py race      a kernel reads what another stream is still writing: the sanitizer
-    must object sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
+    sanitized_script.py race      a kernel reads what another stream is still writing: the
+                                  sanitizer must object
+    sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
 
-The sanitizer prints each race and raises. Prints "done" at the end.
+The sanitizer prints each race and raises. The script prints "done" at the end.
 """
 
 import os
@@ -35,7 +35,7 @@ def train(name: str) -> DistributedDataParallel:
     hook = commhooks.attach(ddp, HOOKS[name]) if name in HOOKS else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     for step in range(4):
-        images, labels = (each.to(device) for each in batch(step, 0))
+        images, labels = (tensor.to(device) for tensor in batch(step, 0))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(ddp(images), labels).backward()
         optimizer.step()
@@ -47,7 +47,8 @@ def train(name: str) -> DistributedDataParallel:
 
 
 def race() -> None:
-    numbers, other = torch.ones(1000, device="cuda"), torch.cuda.Stream()
+    numbers = torch.ones(1000, device="cuda")
+    other = torch.cuda.Stream()
     with torch.cuda.stream(other):
         numbers.mul_(2)
 

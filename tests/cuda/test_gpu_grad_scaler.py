@@ -1,6 +1,4 @@
-"""A real GradScaler: its step skips an overflow, its update changes the scale, and the residuals
-follow it.
-"""
+"""A real GradScaler skips an overflow and changes its scale, and the residuals follow it."""
 
 from typing import Any
 
@@ -31,7 +29,7 @@ def _train(place: str) -> dict[str, Any]:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         scales, moved = [], []
         for step in range(STEPS):
-            images, labels = (each.to(here.device) for each in batch(step, dist.get_rank()))
+            images, labels = (tensor.to(here.device) for tensor in batch(step, dist.get_rank()))
             before = flat(model.parameters())
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(ddp(images), labels)
@@ -56,7 +54,7 @@ def test_an_overflow_is_skipped_and_the_scale_recovers(run_ranks: Any, place: st
     results = run_ranks(_train, place, world_size=world_size(place))
     for result in results:
         # Up after three good steps, down after the bad one.
-        assert result["scales"] == [SCALE * each for each in (1, 1, 2, 2, 2, 1, 1, 1, 2, 2)]
+        assert result["scales"] == [SCALE * factor for factor in (1, 1, 2, 2, 2, 1, 1, 1, 2, 2)]
         assert result["moved"] == [step != OVERFLOW_AT for step in range(STEPS)]
         assert result["stats"]["nonfinite_steps"] == 1
         assert result["stats"]["compressed_steps"] == STEPS - START - 1

@@ -40,16 +40,17 @@ def _waits_with_a_scaler(batch_shapes: bool, planted: bool) -> list[str]:
         ddp = DistributedDataParallel(
             make_model().cuda(), bucket_cap_mb=SEVERAL_BUCKETS_MB, process_group=here.group
         )
-        scaler, one = torch.amp.GradScaler("cuda"), torch.ones((), device="cuda")
+        scaler = torch.amp.GradScaler("cuda")
+        one = torch.ones((), device="cuda")
         config = commhooks.PowerSGD(
             matrix_approximation_rank=2,
             start_powerSGD_iter=2,
             batch_tensors_with_same_shape=batch_shapes,
         )
         hook = commhooks.attach(ddp, config, loss_scale=lambda: scaler.scale(one))
-        found: list[str] = []
+        all_waits: list[str] = []
         for step in range(8):
-            images, labels = (each.cuda() for each in batch(step, dist.get_rank()))
+            images, labels = (tensor.cuda() for tensor in batch(step, dist.get_rank()))
             loss = scaler.scale(torch.nn.functional.cross_entropy(ddp(images), labels))
             if planted and step == 7:
                 ddp.module[3].weight.register_hook(
@@ -57,9 +58,9 @@ def _waits_with_a_scaler(batch_shapes: bool, planted: bool) -> list[str]:
                 )
             with host_waits() if step > 4 else contextlib.nullcontext([]) as waits:
                 loss.backward()
-            found += waits
+            all_waits += waits
         assert hook.stats()["compressed_steps"] == 6
-        return found
+        return all_waits
 
 
 @pytest.mark.parametrize("batch_shapes", [False, True])

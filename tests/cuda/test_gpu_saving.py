@@ -1,6 +1,4 @@
-"""Saving and loading on a GPU, also from another thread while training goes on, with answers that
-come late.
-"""
+"""A GPU's state is saved and loaded whole, also from another thread, with late answers."""
 
 import threading
 import time
@@ -40,7 +38,7 @@ def _resumed(place: str, residual: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("residual", ["per_rank", "mean"])
 @pytest.mark.parametrize("place", [MASKED, *ON_CUDA])
-def test_resume(run_ranks: Any, place: str, residual: str) -> None:
+def test_a_resume_is_bit_equal(run_ranks: Any, place: str, residual: str) -> None:
     for result in run_ranks(_resumed, place, residual, world_size=world_size(place)):
         assert result["on CPU"] and result["stats"]["step"] == STEPS
         assert same(place, result["again"], result["straight"])
@@ -50,26 +48,27 @@ def _learned(payload: dict[str, Any]) -> torch.Tensor:
     """Everything learned that a payload holds, as one vector."""
     entries = payload["parameters"].values()
     # nothing before compression begins
-    found = [
+    tensors = [
         torch.zeros(0),
         *(entry["q"] for entry in entries),
     ]
-    found += [
+    tensors += [
         entry["residual"][0] if isinstance(entry["residual"], list) else entry["residual"]
         for entry in entries
     ]
-    return torch.cat([tensor.double().flatten() for tensor in found if tensor is not None])
+    return torch.cat([tensor.double().flatten() for tensor in tensors if tensor is not None])
 
 
 def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Step, what a thread saved while the training went on, and what a training without that thread
-    has there.
-    """
+    """Return the steps that a thread saved during training, beside those of a run without it."""
     with entered(place) as here, late_answers():
-        plain, expected = _new(here), []
+        plain = _new(here)
+        expected = []
         for _ in range(STEPS):
             expected.append(_learned(plain.train(1).hook.state_dict("per_rank")))
-        run, saved, over = _new(here).train(3), [], threading.Event()
+        run = _new(here).train(3)
+        saved = []
+        over = threading.Event()
 
         def save() -> None:
             while not over.is_set():
@@ -87,12 +86,14 @@ def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         finally:
             over.set()
             saver.join()
-        return [(each["step"], _learned(each), expected[each["step"] - 1]) for each in saved]
+        return [
+            (payload["step"], _learned(payload), expected[payload["step"] - 1]) for payload in saved
+        ]
 
 
 @pytest.mark.parametrize("place", ON_CUDA)
 def test_a_thread_that_saves_never_mixes_two_steps(run_ranks: Any, place: str) -> None:
-    for found in run_ranks(_saving_thread, place, world_size=world_size(place)):
-        assert {step for step, _, _ in found} >= set(range(4, STEPS + 1))
-        for step, saved, expected in found:
+    for comparisons in run_ranks(_saving_thread, place, world_size=world_size(place)):
+        assert {step for step, _, _ in comparisons} >= set(range(4, STEPS + 1))
+        for step, saved, expected in comparisons:
             assert saved.numel() and same(place, saved, expected), step

@@ -1,6 +1,4 @@
-"""Training on a GPU: the CPU's results, non-finite steps, and a model that was wrapped on a side
-stream.
-"""
+"""Training on a GPU gives the CPU's results, skips bad steps, and works from a side stream."""
 
 import contextlib
 from typing import Any
@@ -48,11 +46,14 @@ def test_two_ranks_equal_those_on_the_cpu(
 
 
 @pytest.mark.parametrize("place", ON_CUDA)
-def test_a_model_that_was_wrapped_on_a_side_stream(run_ranks: Any, place: str) -> None:
+def test_a_model_that_was_wrapped_on_a_side_stream_trains_as_usual(
+    run_ranks: Any, place: str
+) -> None:
     """As Lightning does."""
     ranks = world_size(place)
     plain, side = (
-        run_ranks(_train, place, False, None, each, world_size=ranks) for each in (False, True)
+        run_ranks(_train, place, False, None, on_side_stream, world_size=ranks)
+        for on_side_stream in (False, True)
     )
     for expected, got in zip(plain, side, strict=True):
         assert got["stats"]["compressed_steps"] == STEPS - START

@@ -28,8 +28,8 @@ def test_the_bits_are_those_of_torch(code: BlockCode, dtype: torch.dtype, ranks:
     triton_kernel: Any = pytest.importorskip("commhooks.compressors.quantized.triton_kernel")
     device = torch.device("cuda", 0)
     results = [
-        triton_kernel.results_of(each, device, dtype, code, ranks)
-        for each in (TorchKernel, triton_kernel.TritonKernel)
+        triton_kernel.results_of(kernel, device, dtype, code, ranks)
+        for kernel in (TorchKernel, triton_kernel.TritonKernel)
     ]
     assert results[0] == results[1]
 
@@ -52,11 +52,12 @@ def _gradients(hook: str, kernel: str) -> tuple[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("hook", ["int8", "int4"])
 def test_a_training_uses_them(run_ranks: Any, hook: str) -> None:
     pytest.importorskip("triton")
-    found = {
-        each: run_ranks(_gradients, hook, each, world_size=1)[0] for each in ("native", "torch")
+    results = {
+        kernel: run_ranks(_gradients, hook, kernel, world_size=1)[0]
+        for kernel in ("native", "torch")
     }
-    assert {each: kernel for each, (kernel, _) in found.items()} == {
+    assert {wanted: kernel for wanted, (kernel, _) in results.items()} == {
         "native": "native",
         "torch": "torch",
     }
-    assert all(map(same_bits, found["native"][1], found["torch"][1]))
+    assert all(map(same_bits, results["native"][1], results["torch"][1]))

@@ -1,6 +1,4 @@
-"""Answers that come late change nothing: every read waits for its collective; see
-`late_answers.py`.
-"""
+"""Late answers change nothing: every read waits for its collective (see `late_answers.py`)."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -105,10 +103,11 @@ def _train(place: str, case: Case, late: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "place"),
     [("powerSGD", MASKED), *((name, CPU) for name in ON_CPU)]
-    + [pytest.param(name, *each.values, marks=each.marks) for name in CASES for each in ON_CUDA],
+    + [pytest.param(name, *place.values, marks=place.marks) for name in CASES for place in ON_CUDA],
 )
 def test_late_answers_change_nothing(run_ranks: Any, name: str, place: str) -> None:
-    case, ranks = CASES[name], world_size(place)
+    case = CASES[name]
+    ranks = world_size(place)
     in_time = run_ranks(_train, place, case, False, world_size=ranks)
     late = run_ranks(_train, place, case, True, world_size=ranks)
     for expected, got in zip(in_time, late, strict=True):
@@ -134,7 +133,7 @@ def _read_early(place: str) -> list[list[float]]:
         in_time = buffer.clone()
         work = dist.all_reduce(buffer, group=here.group, async_op=True)
         then = work.get_future().then(lambda future: 2 * future.value()[0]).wait()
-        return [each.tolist() for each in (early, in_time, then)]
+        return [tensor.tolist() for tensor in (early, in_time, then)]
 
 
 @pytest.mark.parametrize("place", PLACES)

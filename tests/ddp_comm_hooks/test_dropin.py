@@ -1,6 +1,4 @@
-"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names and arguments, and
-torch's examples run.
-"""
+"""torch's names and arguments work with our drop-in module, and torch's examples run."""
 
 import ast
 import inspect
@@ -123,7 +121,7 @@ def run_example(code: str, steps: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_torchs_example(run_ranks, name):
+def test_torchs_example_runs(run_ranks, name):
     code = EXAMPLES[name]
     begins = "start_powerSGD_iter" in code  # at step 10
     trained = 12 if begins else 3
@@ -188,7 +186,7 @@ def demo_serialization(path: str, steps_before: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("steps_before", [0, 5])
-def test_torchs_example_of_saving_and_reloading(run_ranks, tmp_path: Path, steps_before):
+def test_torchs_example_of_saving_and_reloading_runs(run_ranks, tmp_path: Path, steps_before):
     results = run_ranks(
         demo_serialization, str(tmp_path / "checkpoint.pt"), steps_before, timeout_s=30
     )

@@ -1,6 +1,4 @@
-"""`PowerSGDState` as torch's users know it: pickled and loaded, counted, logged, started at
-once.
-"""
+"""`PowerSGDState` can be pickled, loaded, counted and logged as torch's users know it."""
 
 import io
 import pickle
@@ -60,7 +58,8 @@ def trained_state(start: int, layout: str) -> tuple[bytes, Weights, Weights]:
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start)
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
     train(ddp, 3)
-    saved, then = _pickled(state), weights(ddp.module)
+    saved = _pickled(state)
+    then = weights(ddp.module)
     train(ddp, 2, first_step=3)
     return saved, then, weights(ddp.module)
 
@@ -132,11 +131,11 @@ def statistics() -> list[tuple[float, int, int]]:
     ddp = wrap(mlp())
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
     ddp.register_comm_hook(state, commhooks.powerSGD_hook)
-    found = []
+    statistics = []
     for step in range(6):
         train(ddp, 1, first_step=step)
-        found.append(state.compression_stats())
-    return found
+        statistics.append(state.compression_stats())
+    return statistics
 
 
 # Per compressed step: everything, and what travels of 32 x 24, 32 x 32 and 24 x 32 matrices at rank
@@ -144,10 +143,10 @@ def statistics() -> list[tuple[float, int, int]]:
 BEFORE, AFTER = 768 + 1024 + 768 + 88, 2 * (56 + 64 + 56) + 88
 
 
-def test_compression_stats(run_ranks):
-    for found in run_ranks(statistics):
-        assert found[2] == (0, 0, 0)
-        for compressed, row in enumerate(found[3:], start=1):
+def test_compression_stats_count_compressed_elements(run_ranks):
+    for rows in run_ranks(statistics):
+        assert rows[2] == (0, 0, 0)
+        for compressed, row in enumerate(rows[3:], start=1):
             assert row == (pytest.approx(BEFORE / AFTER), compressed * BEFORE, compressed * AFTER)
 
 

@@ -56,7 +56,7 @@ def averages() -> None:
         )
 
 
-def test_plain_averages(run_ranks):
+def test_results_are_plain_averages(run_ranks):
     run_ranks(averages)
 
 
@@ -91,12 +91,12 @@ def gradients_under(state: Any, hook: Callable[..., Any] | None) -> list[dict[st
     ddp = wrap(mlp())
     if hook is not None:
         ddp.register_comm_hook(state, hook)
-    found = []
+    results = []
     for step in range(2):
         backward(ddp, step)
-        found.append(gradients(ddp))
+        results.append(gradients(ddp))
         descend(ddp)
-    return found
+    return results
 
 
 def _same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:
@@ -122,5 +122,5 @@ def as_torch() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_equal_to_torch_bit_for_bit(run_ranks, world_size):
+def test_results_equal_torch_bit_for_bit(run_ranks, world_size):
     run_ranks(as_torch, world_size=world_size)

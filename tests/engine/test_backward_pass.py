@@ -17,9 +17,7 @@ TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
 
 class Log:
-    """A backward pass, and what happened in it, in order: ("sent", "P0"), ("waited", "P0"),
-    ("committed 0", True).
-    """
+    """Runs a backward pass and notes, in order, what was sent, waited for and committed."""
 
     def __init__(self) -> None:
         group: Any = None
@@ -54,12 +52,13 @@ class Log:
         return None
 
     def add(self, sends: str, finite: torch.Tensor = TRUE) -> None:
-        flat, bucket = torch.zeros(1), len(self.current.running)
+        flat = torch.zeros(1)
+        bucket = len(self.current.running)
         task = ExchangeTask(self.exchange(bucket, sends, finite), flat, "mine")
         self.current.add(RunningExchange(task, flat, self.issue))
 
     def words(self, kind: str) -> list[Any]:
-        return [what for each, what in self.lines if each == kind]
+        return [what for line_kind, what in self.lines if line_kind == kind]
 
     @property
     def committed(self) -> list[tuple[str, Any]]:
@@ -109,7 +108,7 @@ def test_nothing_is_committed_before_all_have_told_whether_they_are_finite(log: 
     assert not log.committed and not bool(good)
     log.current.commit(bool(good))
     assert log.committed == [(f"committed {bucket}", False) for bucket in range(3)]
-    futures = [each.future for each in log.current.running]
+    futures = [task.future for task in log.current.running]
     log.current.fulfil()
     assert not log.current.running and all(future.done() for future in futures)
 

@@ -1,6 +1,4 @@
-"""Hooks without learned state between nodes: exact inside a node, cast between nodes, saved as
-without nodes.
-"""
+"""Hooks without learned state are exact inside a node and cast between nodes."""
 
 import copy
 from types import SimpleNamespace
@@ -46,7 +44,7 @@ def _cast(how: str, ranks_per_node: int, factor: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "world_size", "ranks_per_node"), [("bf16", 6, 3), ("fp16 wrapper", 4, 2)]
 )
-def test_a_cast_between_nodes_only(
+def test_numbers_are_cast_between_nodes_only(
     run_ranks: Any, how: str, world_size: int, ranks_per_node: int
 ) -> None:
     """Exact inside a node: the mean of a node is rounded once, as is the mean of the nodes."""
@@ -148,7 +146,8 @@ def test_one_node_is_as_none(run_ranks: Any) -> None:
 
 def test_parameters_on_several_devices_are_refused_when_it_is_attached() -> None:
     parameters = {"here": torch.zeros(2), "there": torch.zeros(2, device="meta")}
-    request, names = HookRequest.parse("bf16"), ModelNames(parameters.items(), {})
+    request = HookRequest.parse("bf16")
+    names = ModelNames(parameters.items(), {})
     compressor = request.new_compressor()
     assert compressor is not None
     source: Any = SimpleNamespace(names=names)

@@ -119,8 +119,8 @@ def unused_parameters() -> None:
         assert (ddp.module.branch.weight.grad is not None) == anywhere, step
         for name, gradient in gradients(ddp).items():
             if name.endswith("weight"):
-                own = local.get(name, torch.zeros_like(gradient))
-                error = conservation_error(own, before.get(name), after[name], gradient)
+                mine = local.get(name, torch.zeros_like(gradient))
+                error = conservation_error(mine, before.get(name), after[name], gradient)
                 assert error <= 1e-6, (step, name, error)
         if not anywhere:
             assert before["branch.weight"].any()

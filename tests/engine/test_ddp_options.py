@@ -40,16 +40,16 @@ POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=
 
 def same_weights(config: commhooks.HookConfig) -> None:
     """Options that must not change a bit."""
-    found = {}
+    results = {}
     for option in ("", "static_graph", "gradient_as_bucket_view", "find_unused_parameters"):
         ddp = wrap(mlp(), **({option: True} if option else {}))
         hook = commhooks.attach(ddp, config)
         train(ddp, 4)
         assert replicas_equal(ddp), option
         assert hook.stats()["step"] == 4 and hook.stats()["collectives_last_pass"] > 2, option
-        found[option] = weights(ddp.module)
-    for option, ours in found.items():
-        for name, weight in found[""].items():
+        results[option] = weights(ddp.module)
+    for option, ours in results.items():
+        for name, weight in results[""].items():
             assert torch.equal(ours[name], weight), (option, name)
 
 
@@ -75,13 +75,16 @@ def delayed_all_reduce() -> None:
     assert [p.name for p in hook.plan().parameters] == ["0.weight", "0.bias", "4.weight", "4.bias"]
     for step in range(4):
         run = partial(_square, step=step)
-        local, before = local_gradients(ddp, run), residuals(hook)
+        local = local_gradients(ddp, run)
+        before = residuals(hook)
         ddp.zero_grad(set_to_none=True)
         run(ddp)
-        after, found = residuals(hook), gradients(ddp)
+        after = residuals(hook)
+        averaged = gradients(ddp)
         for name in ("0.weight", "4.weight"):
             assert (
-                conservation_error(local[name], before.get(name), after[name], found[name]) <= 1e-6
+                conservation_error(local[name], before.get(name), after[name], averaged[name])
+                <= 1e-6
             )
         for name in delayed:
             mean = local[name].clone()
@@ -120,7 +123,7 @@ class Checkpointed(nn.Sequential):
 
 
 def reentrant_checkpoints(attached: bool, ddp_options: dict[str, Any]) -> None:
-    found = []
+    results = []
     for module in (mlp(), Checkpointed(*mlp())):
         ddp = wrap(module, **ddp_options)
         state = commhooks.PowerSGDState(None, start_powerSGD_iter=0)
@@ -133,9 +136,9 @@ def reentrant_checkpoints(attached: bool, ddp_options: dict[str, Any]) -> None:
         if attached:
             assert hook.stats()["backward_passes"] == 4
         assert replicas_equal(ddp)
-        found.append(weights(ddp.module))
-    for name, weight in found[0].items():
-        assert torch.equal(weight, found[1][name]), name
+        results.append(weights(ddp.module))
+    for name, weight in results[0].items():
+        assert torch.equal(weight, results[1][name]), name
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
@@ -227,7 +230,7 @@ USES = {
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
-def test_skipped_buckets(run_ranks, attached):
+def test_skipped_buckets_keep_their_residuals(run_ranks, attached):
     run_ranks(all_skipped_buckets, attached, timeout_s=60)
 
 

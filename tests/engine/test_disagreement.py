@@ -1,6 +1,4 @@
-"""Ranks that ask for different hooks, or have different models, are told so at `attach`, all of
-them.
-"""
+"""`attach` tells all ranks when they ask for different hooks or have different models."""
 
 import contextlib
 import io
@@ -81,7 +79,7 @@ def _attach_all() -> dict[str, tuple[str, int]]:
     return {name: _attach(pair[:2]) for name, pair in DIFFERENT.items()}
 
 
-def test_different_requests(run_ranks: Any) -> None:
+def test_different_requests_are_an_error_on_all_ranks(run_ranks: Any) -> None:
     results = run_ranks(_attach_all)
     for name, (_, _, first, second) in DIFFERENT.items():
         for text, compressed in (result[name] for result in results):
@@ -99,17 +97,17 @@ def _one_of_three() -> str:
     return str(caught.value)
 
 
-def test_one_of_three_ranks(run_ranks: Any) -> None:
+def test_one_of_three_ranks_that_differs_is_named(run_ranks: Any) -> None:
     for text in run_ranks(_one_of_three, world_size=3):
         assert ": ranks 0, 1: fp16_compress; rank 2: bf16_compress. Give" in text
 
 
 def _said() -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(commhooks.AttachError):
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(commhooks.AttachError):
         Run.new(hook="bf16" if dist.get_rank() else "fp16")
-    with contextlib.redirect_stderr(said), pytest.raises(commhooks.HookConfigError):
+    with contextlib.redirect_stderr(printed), pytest.raises(commhooks.HookConfigError):
         Run.new(hook="fp17")
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def test_rank_0_says_the_reason_in_a_line_before_the_tracebacks(run_ranks: Any) -> None:
@@ -122,9 +120,7 @@ def test_rank_0_says_the_reason_in_a_line_before_the_tracebacks(run_ranks: Any) 
 
 
 def _models() -> list[str]:
-    """DDP itself compares the shapes of what it reduces; names and what is frozen it does not
-    see.
-    """
+    """DDP itself compares the shapes of what it reduces, but not names or what is frozen."""
     renamed, frozen = make_model(), make_model()
     if dist.get_rank() == 1:
         renamed = torch.nn.Sequential(*renamed[:7], torch.nn.Identity(), renamed[7])
@@ -138,7 +134,7 @@ def _models() -> list[str]:
     return texts
 
 
-def test_different_models(run_ranks: Any) -> None:
+def test_different_models_are_an_error_on_all_ranks(run_ranks: Any) -> None:
     for renamed, extra in run_ranks(_models):
         assert renamed.startswith("the ranks have different models: parameter 6 is ")
         assert "7.weight (10, 24) float32 on rank 0, 8.weight (10, 24) float32 on rank 1" in renamed
@@ -160,7 +156,7 @@ def _frozen_after_the_wrap() -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def test_nothing_to_reduce(run_ranks: Any) -> None:
+def test_a_model_with_nothing_to_reduce_is_refused(run_ranks: Any) -> None:
     for on_one, on_all in run_ranks(_frozen_after_the_wrap):
         assert (
             "0.weight (12, 1, 3, 3) float32 on rank 0, 0.weight (12, 1, 3, 3) float32 (frozen) on"
@@ -172,7 +168,7 @@ def test_nothing_to_reduce(run_ranks: Any) -> None:
 
 
 def _left_alone() -> tuple[str, float] | None:
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     ddp = DistributedDataParallel(make_model(), process_group=group)
     if dist.get_rank() == 1:
         return None
@@ -182,7 +178,7 @@ def _left_alone() -> tuple[str, float] | None:
     return str(caught.value), time.monotonic() - started
 
 
-def test_a_rank_that_does_not_attach(run_ranks: Any) -> None:
+def test_a_rank_that_does_not_attach_is_named(run_ranks: Any) -> None:
     (text, seconds), _ = run_ranks(_left_alone)
     assert (
         "rank 0 of 2: the exchange of what each rank attaches (attach the hook on every rank, or on"
@@ -192,9 +188,7 @@ def test_a_rank_that_does_not_attach(run_ranks: Any) -> None:
 
 
 def _object_options() -> tuple[int, list[str]]:
-    """Options that are objects are told apart by their type: their text may differ although they
-    are alike.
-    """
+    """Options that are objects are compared by their type, because their text may differ."""
     if "made_of_objects" not in commhooks.available_hooks():
         commhooks.register_hook("made_of_objects", made)
     with log_lines() as lines:
@@ -202,5 +196,5 @@ def _object_options() -> tuple[int, list[str]]:
     return run.hook.stats()["backward_passes"], lines
 
 
-def test_objects_among_the_options(run_ranks: Any) -> None:
+def test_objects_among_the_options_are_compared_by_their_type(run_ranks: Any) -> None:
     assert [passes for passes, _ in run_ranks(_object_options)] == [2, 2]

@@ -66,7 +66,7 @@ def _trained(kind: Kind, what: str, mode: str, **attach: Any) -> dict[str, Any]:
         "passes": stats["backward_passes"],
         "compressed": stats["compressed_steps"],
         "equal": replicas_equal(ddp),
-        "weights": [each.detach().clone() for each in ddp.parameters()],
+        "weights": [parameter.detach().clone() for parameter in ddp.parameters()],
     }
 
 
@@ -93,7 +93,7 @@ def _in_every_mode(kind: Kind, what: str) -> dict[str, Any]:
     return {mode: _trained(kind, what, mode) for mode in MODES}
 
 
-def test_between_nodes(run_ranks: Any) -> None:
+def test_the_first_pass_works_between_nodes(run_ranks: Any) -> None:
     for rank in run_ranks(_between_nodes, world_size=4):
         for run in rank:
             assert run["step"] == STEPS and run["equal"]

@@ -1,6 +1,4 @@
-"""Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of
-either kind.
-"""
+"""Ranks in nodes compute what they compute without nodes, and load either kind of checkpoint."""
 
 import contextlib
 import copy
@@ -33,8 +31,7 @@ def _new(kind: str, ranks_per_node: Any, **more: Any) -> Run:
     return Run.new(hook=hook, hook_options=options, ranks_per_node=ranks_per_node, **more)
 
 
-# ---- the same numbers, a share of the work
-# ---------------------------------------------------------------------------
+# ---- the same numbers, a share of the work -------------------------------------------------------
 
 
 def _both(kind: str, masked: bool) -> dict[str, Any]:
@@ -45,7 +42,10 @@ def _both(kind: str, masked: bool) -> dict[str, Any]:
         else contextlib.nullcontext()
     )
     with masks(masked), messages:
-        flat, nodes = (_new(kind, each, model=make_model(torch.float64)) for each in (None, 2))
+        flat, nodes = (
+            _new(kind, ranks_per_node, model=make_model(torch.float64))
+            for ranks_per_node in (None, 2)
+        )
         for run in (flat, nodes):
             run.optimizer.param_groups[0]["lr"] = 0.0  # so that both always have the same gradients
             run.train(STEPS)
@@ -58,7 +58,7 @@ def _both(kind: str, masked: bool) -> dict[str, Any]:
             "stats": nodes.hook.stats(),
             "plan": nodes.hook.plan().as_dict(),
             "flat_stats": flat.hook.stats(),
-            "learned": {n: each.clone() for n, each in learned["q"].items()},
+            "learned": {n: q.clone() for n, q in learned["q"].items()},
         }
 
 
@@ -70,10 +70,8 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
     ("kind", "masked"),
     [("powerSGD", False), ("powerSGD", True), ("int8", True)],
 )
-def test_the_same_as_without_nodes(run_ranks: Any, kind: str, masked: bool) -> None:
-    """`masked`: the host does not read what is computed, and the collectives are gloo's, as on an
-    accelerator.
-    """
+def test_results_are_those_without_nodes(run_ranks: Any, kind: str, masked: bool) -> None:
+    """`masked`: as on an accelerator, the host reads nothing, and the collectives are gloo's."""
     ranks = run_ranks(_both, kind, masked, world_size=4)
     first = ranks[0]
     # int8 rounds what leaves a node, not what leaves a rank: other noise.
@@ -95,20 +93,20 @@ def test_the_same_as_without_nodes(run_ranks: Any, kind: str, masked: bool) -> N
     for rank in ranks:  # what has been learned is everywhere
         assert rank["learned"].keys() == first["learned"].keys()
         assert all(
-            torch.equal(rank["learned"][key], each) for key, each in first["learned"].items()
+            torch.equal(rank["learned"][key], tensor) for key, tensor in first["learned"].items()
         )
 
 
 def _memory(kind: str) -> dict[str, Any]:
     run = _new(kind, 2).train(5)
     session = session_of(run.hook)
-    shares = [known.work for known in session.consensus.buckets if known.compressed]
+    shares = [bucket.work for bucket in session.consensus.buckets if bucket.compressed]
     plan = run.hook.plan()
     return {
-        "residuals": sum(each.nbytes for each in residuals(run.hook).values()),
+        "residuals": sum(residual.nbytes for residual in residuals(run.hook).values()),
         "learned": sum(t.nbytes for t in session.state["q"].values()),
         "buffers": sum(
-            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)
+            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.share)
         ),
         "results once": all(
             len(s.results(session.state)) == s.from_owners[1][s._local_rank] for s in shares
@@ -135,14 +133,14 @@ def test_the_plan_shows_what_a_rank_of_a_node_needs(run_ranks: Any, kind: str) -
 
 def _norms() -> dict[str, Any]:
     run = _new("powerSGD", 2).train(5)
-    own = residuals(run.hook)
+    of_share = residuals(run.hook)
     gradients = {
         name: p.grad.clone() for name, p in run.ddp.module.named_parameters() if p.grad is not None
     }
     return {
         "norms": run.hook.norms(),
-        "residuals": own,
-        "gradients": {name: gradients[name] for name in own},
+        "residuals": of_share,
+        "gradients": {name: gradients[name] for name in of_share},
     }
 
 
@@ -150,15 +148,17 @@ def test_norms_are_those_of_the_share(run_ranks: Any) -> None:
     """Otherwise the residual of a share would be divided by the gradient of everything."""
     for rank in run_ranks(_norms, world_size=4):
         residual = (
-            float(torch.cat([each.flatten() for each in rank["residuals"].values()]).norm()) / 2
+            float(torch.cat([residual.flatten() for residual in rank["residuals"].values()]).norm())
+            / 2
         )
-        gradient = float(torch.cat([each.flatten() for each in rank["gradients"].values()]).norm())
+        gradient = float(
+            torch.cat([tensor.flatten() for tensor in rank["gradients"].values()]).norm()
+        )
         assert rank["norms"]["residual_norm"] == pytest.approx(residual, rel=1e-5) and residual > 0
         assert rank["norms"]["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
 
 
-# ---- checkpoints
-# --------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def _saved(
@@ -196,22 +196,22 @@ def test_another_arrangement_resumes(
 ) -> None:
     """With the residuals of every rank too: they are added up where they are needed."""
     first = run_ranks(_saved, kind, before, residual, world_size=ranks)
-    found = run_ranks(_resumed, kind, after, [saved for saved, _ in first], world_size=ranks)
-    for (weights, kept), (_, whole) in zip(found, first, strict=True):
+    resumed = run_ranks(_resumed, kind, after, [saved for saved, _ in first], world_size=ranks)
+    for (weights, kept), (_, whole) in zip(resumed, first, strict=True):
         assert _far(weights, whole) < 1e-6
-        assert set(kept).isdisjoint(found[0][1]) or kept == found[0][1]
+        assert set(kept).isdisjoint(resumed[0][1]) or kept == resumed[0][1]
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 2), (2, None)), ((2, None), (4, 2))])
 def test_another_number_of_ranks_resumes(run_ranks: Any, before: Any, after: Any) -> None:
     first = run_ranks(_saved, "powerSGD", before[1], "mean", world_size=before[0])
-    mean = {name: each["residual"] for name, each in first[0][0]["hook"]["parameters"].items()}
+    mean = {name: entry["residual"] for name, entry in first[0][0]["hook"]["parameters"].items()}
     ranks = run_ranks(_mean_before_the_first_pass, after[1], first[0][0], world_size=after[0])
     for name, residual in mean.items():
-        found = [rank[name] for rank in ranks if name in rank]
-        assert (residual is None) == (not found)
+        parts = [rank[name] for rank in ranks if name in rank]
+        assert (residual is None) == (not parts)
         if residual is not None:
-            total = torch.stack(found).sum(0) / after[0]
+            total = torch.stack(parts).sum(0) / after[0]
             assert torch.allclose(total.flatten(), residual.flatten(), rtol=1e-6, atol=0)
 
 
@@ -221,10 +221,8 @@ def _mean_before_the_first_pass(
     """The residuals that take part in the first step after a load."""
     run = _new("powerSGD", ranks_per_node).load(copy.deepcopy(saved))
     session = session_of(run.hook)
-    names, group = (
-        session.consensus.binding.names.named_parameters(),
-        session.consensus.binding.group(),
-    )
+    names = session.consensus.binding.names.named_parameters()
+    group = session.consensus.binding.group()
     session.consensus.reduction.redistribute_residuals(session.state, names, group)
     return residuals(run.hook)
 
@@ -236,7 +234,7 @@ def _gathered() -> bool:
     return saved["hook"]["exact"] and torch.equal(run.train(3).weights(), again.weights())
 
 
-def test_one_file_with_the_residuals_of_all_ranks(run_ranks: Any) -> None:
+def test_one_file_with_the_residuals_of_all_ranks_resumes(run_ranks: Any) -> None:
     assert all(run_ranks(_gathered, world_size=4))
 
 
@@ -260,23 +258,20 @@ def _two_layers(ranks_per_node: int | None, saved: list[dict[str, Any]] | None) 
 def test_the_mean_is_saved_before_a_rank_has_residuals_of_the_other_shares(run_ranks: Any) -> None:
     """A run between nodes goes on without them, and no step was committed yet."""
     before = run_ranks(_two_layers, 2, None, world_size=4)
-    found = [
-        {name: each["residual"] for name, each in saved["parameters"].items()} for saved in before
-    ]
     for saved in run_ranks(_two_layers, None, before, world_size=4):
         assert saved["exact"] and saved["nonfinite_steps"] == 1
         for name in ("0.weight", "1.weight"):
-            mean = sum(each[name][0] for each in found if each[name] is not None) / 4
+            saved_residuals = [payload["parameters"][name]["residual"] for payload in before]
+            mean = sum(part[0] for part in saved_residuals if part is not None) / 4
             assert mean.any() and torch.allclose(saved["parameters"][name]["residual"], mean)
 
 
-# ---- what is not finite, what fails
-# ----------------------------------------------------------------------------------
+# ---- what is not finite, what fails --------------------------------------------------------------
 
 
 def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
     run = _new(kind, 2).train(4)
-    before = {name: each.clone() for name, each in residuals(run.hook).items()}
+    before = {name: residual.clone() for name, residual in residuals(run.hook).items()}
     run.optimizer.zero_grad()
     # In one parameter only, which one rank of each node compresses.
     value = float("nan") if dist.get_rank() == bad_rank else 1.0
@@ -287,7 +282,7 @@ def _spoilt(kind: str, bad_rank: int) -> dict[str, Any]:
     after = residuals(run.hook)
     return {
         "finite": finite,
-        "same": all(torch.equal(after[name], each) for name, each in before.items()),
+        "same": all(torch.equal(after[name], residual) for name, residual in before.items()),
         "skipped": run.hook.stats()["nonfinite_steps"],
         "weights": run.train(2).weights(),
         "clean": _new(kind, 2).train(6).weights(),
@@ -323,19 +318,23 @@ def _idle(ranks_per_node: int | None, hook: str = "powerSGD") -> list[torch.Tens
         {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1} if hook == "powerSGD" else None
     )
     commhooks.attach(ddp, hook, hook_options=options, check_every=2, ranks_per_node=ranks_per_node)
-    found = []
+    results = []
     for step in range(4):
         model.both = step % 2 == 0
         ddp.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ddp(torch.randn(4, 20, generator=generator)).square().mean().backward()
-        found.append(torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None]))
-    return found
+        results.append(
+            torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+        )
+    return results
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "allreduce"])
-def test_layers_that_are_not_used_in_every_step(run_ranks: Any, hook: str) -> None:
-    flat, nodes = (run_ranks(_idle, each, hook, world_size=4) for each in (None, 2))
+def test_layers_that_are_not_used_in_every_step_are_averaged(run_ranks: Any, hook: str) -> None:
+    flat, nodes = (
+        run_ranks(_idle, ranks_per_node, hook, world_size=4) for ranks_per_node in (None, 2)
+    )
     for one, other in zip(flat, nodes, strict=True):
         assert all(_far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True))
 
@@ -343,10 +342,8 @@ def test_layers_that_are_not_used_in_every_step(run_ranks: Any, hook: str) -> No
 class _Tokens(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.last = (
-            torch.nn.Embedding(30, 8, sparse=True),
-            torch.nn.Linear(8, 4, dtype=torch.complex64),
-        )
+        self.table = torch.nn.Embedding(30, 8, sparse=True)
+        self.last = torch.nn.Linear(8, 4, dtype=torch.complex64)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.last(self.table(tokens).to(torch.complex64)).abs()
@@ -360,18 +357,23 @@ def _sparse_and_complex(ranks_per_node: int | None, hook: str) -> list[torch.Ten
         ddp.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ddp(torch.randint(30, (6,), generator=generator)).square().mean().backward()
-    found = [
+    results = [
         p.grad.to_dense() if p.grad.is_sparse else p.grad
         for p in ddp.parameters()
         if p.grad is not None
     ]
-    return [torch.view_as_real(each) if each.is_complex() else each for each in found]
+    return [
+        torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in results
+    ]
 
 
 @complex_on_gloo
 @pytest.mark.parametrize("hook", ["allreduce", "int8"])
-def test_sparse_and_complex_gradients(run_ranks: Any, hook: str) -> None:
-    flat, nodes = (run_ranks(_sparse_and_complex, each, hook, world_size=4) for each in (None, 2))
+def test_sparse_and_complex_gradients_are_averaged(run_ranks: Any, hook: str) -> None:
+    flat, nodes = (
+        run_ranks(_sparse_and_complex, ranks_per_node, hook, world_size=4)
+        for ranks_per_node in (None, 2)
+    )
     for one, other in zip(flat, nodes, strict=True):
         assert len(one) == 3 and all(
             _far(got, wanted) < 1e-6 for got, wanted in zip(other, one, strict=True)

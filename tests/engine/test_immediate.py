@@ -1,6 +1,4 @@
-"""Compressors that learn nothing run at once, with one collective per bucket; what else they ask
-for is an error.
-"""
+"""Compressors that learn nothing run at once, with one collective per bucket and nothing more."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,11 +35,11 @@ class Greedy(Stateless[Steps]):
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         self.steps.append(step.number)
-        for each in self._script:
+        for item in self._script:
             yield (
                 Verdict(torch.tensor(True))
-                if each == "verdict"
-                else Send(flat, what=each, last=each == "last")
+                if item == "verdict"
+                else Send(flat, what=item, last=item == "last")
             )
         return flat * 2
 
@@ -64,7 +62,8 @@ def test_what_the_exchange_returns_is_the_result(script: list[str], collectives:
 
 
 def test_the_step_is_the_number_of_passes_before_and_the_bucket_is_named() -> None:
-    compressor, counters = Greedy(["last"]), Counters()
+    compressor = Greedy(["last"])
+    counters = Counters()
     with process_group_of_one():
         for _ in range(3):
             counters.begin_pass()
@@ -107,5 +106,7 @@ def _gathered() -> torch.Tensor:
 
 
 def test_a_gather_has_a_row_of_each_rank(run_ranks: Any) -> None:
-    for rank, found in enumerate(run_ranks(_gathered)):
-        assert torch.equal(found, 2 * torch.arange(4.0) + 10 + (torch.arange(4.0) + 10 * rank) / 2)
+    for rank, gathered in enumerate(run_ranks(_gathered)):
+        assert torch.equal(
+            gathered, 2 * torch.arange(4.0) + 10 + (torch.arange(4.0) + 10 * rank) / 2
+        )

@@ -25,7 +25,7 @@ def chosen(*supports: KernelSupport) -> KernelChoice:
     return choice
 
 
-def test_what_all_ranks_have() -> None:
+def test_all_ranks_take_a_kernel_that_all_have() -> None:
     fast, plain = KernelSupport(WIDE, arithmetic=ALIKE), KernelSupport(arithmetic=ALIKE)
     assert chosen(fast, fast, fast) == KernelChoice(True)
     assert chosen(plain, plain) == KernelChoice()
@@ -46,7 +46,7 @@ def test_what_all_ranks_have() -> None:
     )
 
 
-def test_ranks_that_cannot_run_the_hook() -> None:
+def test_ranks_that_cannot_run_the_hook_are_named() -> None:
     one, unable = KernelSupport(WIDE), KernelSupport(cannot="no disk")
     with pytest.raises(commhooks.HookRunError, match=r"ranks \[1, 2\] of 3 cannot run .*: no disk"):
         choose([one, unable, unable], 0, commhooks.HookRunError)
@@ -54,12 +54,12 @@ def test_ranks_that_cannot_run_the_hook() -> None:
         choose([unable, KernelSupport(cannot="no space")], 1, commhooks.AttachError)
 
 
-def test_an_offer_survives_the_way() -> None:
+def test_an_offer_survives_sending() -> None:
     support = KernelSupport(WIDE, "it is \u201cmissing\u201d\n", ALIKE)
     arrived = KernelSupport(*json.loads(json.dumps(support)))
     assert arrived == support and arrived.key == support.key
     others = KernelSupport(), KernelSupport(WIDE), KernelSupport(NARROW), KernelSupport(missing="x")
-    assert len({each.key for each in (support, *others)}) == 5
+    assert len({offer.key for offer in (support, *others)}) == 5
 
 
 class Picky(PowerSGDCompressor):
@@ -79,8 +79,7 @@ def test_a_kernel_must_fit_every_dtype() -> None:
     )
 
 
-# ---- ranks on different machines
-# -------------------------------------------------------------------------------------
+# ---- ranks on different machines -----------------------------------------------------------------
 
 
 def _on_other_machines(hook: str, bare: bool, check_every: int | None) -> list[str]:
@@ -110,12 +109,12 @@ def _on_other_machines(hook: str, bare: bool, check_every: int | None) -> list[s
         ("int8", False, None, False),  # no sum is computed twice
     ],
 )
-def test_different_machines(
+def test_different_machines_are_warned_about(
     run_ranks: Any, hook: str, bare: bool, check_every: int | None, warns: bool
 ) -> None:
-    said, unsaid = run_ranks(_on_other_machines, hook, bare, check_every)
-    assert not unsaid and len(said) == warns
-    for line in said:
+    warnings, unsaid = run_ranks(_on_other_machines, hook, bare, check_every)
+    assert not unsaid and len(warnings) == warns
+    for line in warnings:
         assert "PowerSGD" in line and "check_every=N" in line
         assert "ranks [0]: processor 0; ranks [1]: processor 1" in line
 

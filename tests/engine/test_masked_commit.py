@@ -61,6 +61,7 @@ def _first_step_bad(masked: bool) -> tuple[torch.Tensor, int]:
 
 
 def test_a_bad_first_step_leaves_nothing_behind_a_mask(run_ranks: Any) -> None:
-    host, masked = run_ranks(_first_step_bad, False)[0], run_ranks(_first_step_bad, True)[0]
+    host = run_ranks(_first_step_bad, False)[0]
+    masked = run_ranks(_first_step_bad, True)[0]
     assert host[1] == masked[1] == 1
     assert (host[0] - masked[0]).norm() < 1e-4 * host[0].norm()

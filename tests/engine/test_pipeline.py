@@ -1,6 +1,4 @@
-"""A pipeline of two stages on two replicas: each stage's replicas average over a group of their
-own, with a hook.
-"""
+"""The replicas of each pipeline stage average over a group of their own, with a hook."""
 
 from typing import Any
 
@@ -89,7 +87,7 @@ def _plain() -> list[list[torch.Tensor]]:
     return [[p.detach().clone() for p in ddp.module.parameters()] for ddp, _ in made]
 
 
-def test_stages_of_a_pipeline_under_ddp(run_ranks: Any) -> None:
+def test_stages_of_a_pipeline_train_as_the_whole_model(run_ranks: Any) -> None:
     ranks = run_ranks(_pipelined, world_size=4)
     expected = run_ranks(_plain, world_size=2)[0]
     for rank in ranks:

@@ -1,6 +1,4 @@
-"""While the host waits for an accelerator to tell of its steps, a signal, an interrupt or another
-thread may come.
-"""
+"""A signal, an interrupt or another thread may come while the host waits for an accelerator."""
 
 import contextlib
 import signal
@@ -37,9 +35,7 @@ class Training:
             self.ddp(batch(number)).square().mean().backward()
 
     def while_waiting(self, event: Callable[[], Any]) -> None:
-        """`event` happens when the host has the device's answer, before it does anything with
-        it.
-        """
+        """Let `event` happen when the host has the device's answer and has not used it yet."""
         held = session_of(self.hook).held
         good, *rest = held._unread
         held._unread = (_Verdict(good, event), *rest)
@@ -75,8 +71,9 @@ def accelerator() -> Iterator[None]:
         yield
 
 
-def test_a_handler_that_saves_while_the_host_waits() -> None:
-    training, saved = Training(), []
+def test_a_handler_may_save_while_the_host_waits() -> None:
+    training = Training()
+    saved = []
     training.step(5)
     training.while_waiting(lambda: signal.raise_signal(signal.SIGUSR1))
 
@@ -93,7 +90,8 @@ def test_a_handler_that_saves_while_the_host_waits() -> None:
 
 def test_a_handler_that_comes_in_the_middle_of_the_counting_is_told_so() -> None:
     """A save in it would hold the step of one pass and the counters of another."""
-    training, seen = Training(), []
+    training = Training()
+    seen = []
     training.step(2)
     held = session_of(training.hook).held
 
@@ -108,7 +106,8 @@ def test_a_handler_that_comes_in_the_middle_of_the_counting_is_told_so() -> None
 
 
 def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
-    training, came = Training(), []
+    training = Training()
+    came = []
     training.step(5)
 
     def interrupt() -> None:
@@ -124,10 +123,10 @@ def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
 
 
 def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
-    """Otherwise this rank would not know that compression begins with this pass, and send something
-    else.
-    """
-    training, waiting, go_on = Training(start=5), threading.Event(), threading.Event()
+    """Otherwise this rank would send something else in the pass in which compression begins."""
+    training = Training(start=5)
+    waiting = threading.Event()
+    go_on = threading.Event()
     training.step(5)
     count = HeldState._count
 
@@ -147,10 +146,11 @@ def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
         assert training.hook.stats()["compressed_steps"] == 1
 
 
-def test_a_handler_that_asks_for_times() -> None:
+def test_a_handler_may_ask_for_times() -> None:
     class Event:
         def __init__(self, at: float, ask: bool = False) -> None:
-            self.at, self.ask = at, ask
+            self.at = at
+            self.ask = ask
 
         def synchronize(self) -> None:
             if self.ask:
@@ -160,7 +160,8 @@ def test_a_handler_that_asks_for_times() -> None:
         def elapsed_time(self, end: "Event") -> float:
             return 1000 * (end.at - self.at)
 
-    clocks, counted = Clocks(), []
+    clocks = Clocks()
+    counted = []
     for begin in (0.0, 10.0):
         clocks._open.append(
             (Event(begin), Event(begin + 1 + begin, ask=begin == 0), counted.append)

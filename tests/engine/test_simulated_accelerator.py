@@ -97,8 +97,8 @@ def _bits(numbers: Any) -> Any:
     if isinstance(numbers, torch.Tensor):
         return numbers.dtype, numbers.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(numbers, dict):
-        return {key: _bits(each) for key, each in numbers.items()}
-    return [_bits(each) for each in numbers] if isinstance(numbers, list) else numbers
+        return {key: _bits(value) for key, value in numbers.items()}
+    return [_bits(value) for value in numbers] if isinstance(numbers, list) else numbers
 
 
 def _wrong(
@@ -144,21 +144,21 @@ def _trained(hook: str, seed: int | None, more: dict[str, Any]) -> tuple[list[st
     return _wrong(train, seed), waits
 
 
-def _check(found: Any) -> None:
+def _check(faults_of_ranks: Any) -> None:
     """Check what the ranks have found wrong."""
-    for wrong in found:
+    for wrong in faults_of_ranks:
         print(*wrong, sep="\n")  # all of it, for tests.stress.waits
         assert wrong == []
 
 
-def _check_hook(found: Any, hook: str) -> None:
-    _check(wrong for wrong, _ in found)
-    for _, waits in found:
+def _check_hook(results: Any, hook: str) -> None:
+    _check(wrong for wrong, _ in results)
+    for _, waits in results:
         assert _modules(waits) == HOST_WAITS.get(hook, set()), waits
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_training_of_every_hook(run_ranks: Any, hook: str) -> None:
+def test_training_with_every_hook_is_ordered(run_ranks: Any, hook: str) -> None:
     _check_hook(run_ranks(_trained, hook, LATE.get(hook), {}), hook)
 
 
@@ -204,18 +204,19 @@ def test_diloco_computes_what_it_computes_on_the_cpu(
 def _waits_of_a_round_with_delay() -> list[set[str]]:
     with simulated_accelerator() as accelerator:
         config = dataclasses.replace(DELAYED, sync_every=8, delay=2)
-        run, found = Run.new(_model().to(DEVICE), hook=config).train(8), []
+        run = Run.new(_model().to(DEVICE), hook=config).train(8)
+        all_waits = []
         for _ in range(8):
             del accelerator.host_waits[:]
             run.train(1)
-            found.append(_modules(accelerator.host_waits))
-        return found
+            all_waits.append(_modules(accelerator.host_waits))
+        return all_waits
 
 
 def test_the_host_does_not_wait_while_a_fragment_is_in_flight(run_ranks: Any) -> None:
     workspace, outcome = {"kernels.py", "mean.py"}, {"state.py"}
-    for found in run_ranks(_waits_of_a_round_with_delay):
-        assert found == [
+    for waits in run_ranks(_waits_of_a_round_with_delay):
+        assert waits == [
             set(),
             workspace,
             set(),
@@ -228,7 +229,7 @@ def test_the_host_does_not_wait_while_a_fragment_is_in_flight(run_ranks: Any) ->
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "int4", "bf16"])
-def test_nodes(run_ranks: Any, hook: str) -> None:
+def test_training_between_nodes_is_ordered(run_ranks: Any, hook: str) -> None:
     _check_hook(run_ranks(_trained, hook, None, {"ranks_per_node": 2}, world_size=4), hook)
 
 
@@ -242,7 +243,8 @@ class _Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
+        self.embedding = nn.Embedding(20, 8, sparse=True)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.head(self.embedding(words).mean(1))
@@ -260,7 +262,7 @@ def _trained_on_words(hook: str) -> list[str]:
 
 
 @pytest.mark.parametrize("hook", ["fp16", "powerSGD"])
-def test_sparse_gradients(run_ranks: Any, hook: str) -> None:
+def test_training_with_sparse_gradients_is_ordered(run_ranks: Any, hook: str) -> None:
     _check(run_ranks(_trained_on_words, hook))
 
 
@@ -270,7 +272,7 @@ def _trained_in_shards() -> list[str]:
         model = sharded.shard(sharded.Prescribed(torch.float32).to(DEVICE), mesh["shard"])
         attached = commhooks.attach(model, **HOOKS["powerSGD"], replicate_group=mesh["replicate"])
         for step in range(4):
-            given = {
+            gradients = {
                 n: g.to(DEVICE)
                 for n, g in sharded.random_gradients(step, dtype=torch.float32).items()
             }
@@ -278,18 +280,18 @@ def _trained_in_shards() -> list[str]:
             del accelerator.host_waits[:]
             if step == 2:
                 with sharded.accumulating(model, "set_requires_all_reduce"):
-                    model(given).backward(), model(given).backward()
-            model(given).backward()
+                    model(gradients).backward(), model(gradients).backward()
+            model(gradients).backward()
             assert accelerator.host_waits == [] or step < 3
             descend(model)
         attached.stats()
-        return [each.to_local() for each in model.parameters()]  # type: ignore[attr-defined]
+        return [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
     return _wrong(train, seed=0)
 
 
 @fully_shard_on_gloo
-def test_shards(run_ranks: Any) -> None:
+def test_training_on_shards_is_ordered(run_ranks: Any) -> None:
     _check(run_ranks(_trained_in_shards, world_size=4))
 
 
@@ -306,7 +308,8 @@ class SumsCompressor(Stateless[Sums]):
     Config = Sums
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
-        half, share = flat.half(), torch.full_like(flat, 1 / step.world_size)
+        half = flat.half()
+        share = torch.full_like(flat, 1 / step.world_size)
         if self.config.op == "sum":
             total = yield Send(half, last=True)
         else:
@@ -323,7 +326,7 @@ def _trained_with_sums(op: str) -> list[str]:
 
 
 @pytest.mark.parametrize("op", ["sum", "gather"])
-def test_a_compressor_of_ones_own_without_learned_state(run_ranks: Any, op: str) -> None:
+def test_a_custom_compressor_without_learned_state_is_ordered(run_ranks: Any, op: str) -> None:
     _check(run_ranks(_trained_with_sums, op))
 
 
@@ -343,12 +346,11 @@ def _trained_with_a_scaler() -> list[str]:
     return _wrong(train)
 
 
-def test_a_grad_scaler(run_ranks: Any) -> None:
+def test_training_with_a_grad_scaler_is_ordered(run_ranks: Any) -> None:
     _check(run_ranks(_trained_with_a_scaler))
 
 
-# ---- in the middle of a backward pass
-# --------------------------------------------------------------------------------
+# ---- in the middle of a backward pass ------------------------------------------------------------
 
 
 def _interrupted(run: Run, act: Callable[[], object]) -> None:
@@ -370,8 +372,8 @@ def _saves_in_a_thread(run: Run, accelerator: Accelerator, how: str) -> Any:
 
     _interrupted(run, save)
     save()  # nothing has made the host wait since the commit
-    assert [each["step"] for each in saved] == [3, 4] and saved[0]["exact"]
-    return [each["parameters"] for each in saved]
+    assert [payload["step"] for payload in saved] == [3, 4] and saved[0]["exact"]
+    return [payload["parameters"] for payload in saved]
 
 
 def _reads_norms_elsewhere(run: Run, accelerator: Accelerator) -> Any:
@@ -403,7 +405,7 @@ def _fails_in_a_hook(run: Run, accelerator: Accelerator) -> Any:
     ):
         run.train(1)
     run.optimizer.zero_grad(set_to_none=False)  # the gradients are in the buckets
-    zeros = [each.grad for each in run.ddp.parameters()]
+    zeros = [parameter.grad for parameter in run.ddp.parameters()]
     _begins_anew(run)
     return zeros
 
@@ -442,8 +444,8 @@ def _is_checked(run: Run, accelerator: Accelerator) -> None:
 
 
 EVENTS: dict[str, Callable[..., Any]] = {
-    "saves": lambda *given: _saves_in_a_thread(*given, "per_rank"),
-    "saves the mean": lambda *given: _saves_in_a_thread(*given, "mean"),
+    "saves": lambda *arguments: _saves_in_a_thread(*arguments, "per_rank"),
+    "saves the mean": lambda *arguments: _saves_in_a_thread(*arguments, "mean"),
     "reads norms elsewhere": _reads_norms_elsewhere,
     "is abandoned": _is_abandoned,
     "fails in a hook": _fails_in_a_hook,
@@ -467,16 +469,16 @@ def _trained_with(event: str) -> list[str]:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_training_that(run_ranks: Any, event: str) -> None:
+def test_training_stays_ordered_when_it(run_ranks: Any, event: str) -> None:
     _check(run_ranks(_trained_with, event))
 
 
-# ---- what the simulation finds
-# ---------------------------------------------------------------------------------------
+# ---- what the simulation finds -------------------------------------------------------------------
 
 
 def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice) -> list[str]:
-    tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+    tensor = torch.zeros(8, device=DEVICE)
+    side = Stream(name="the other stream")
     side.wait_stream(accelerator.cuda.default)
     tensor[4:].fill_(1)
     if waits:
@@ -487,19 +489,19 @@ def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice)
 
 
 @pytest.mark.parametrize(
-    ("waits", "part", "found"),
+    ("waits", "part", "faulty"),
     [(False, slice(3, 5), True), (True, slice(3, 5), False), (False, slice(0, 4), False)],
     ids=["no wait", "a wait", "other bytes"],
 )
-def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, found: bool) -> None:
+def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, faulty: bool) -> None:
     with simulated_accelerator() as accelerator:
         faults = _reads_of_another_stream(accelerator, waits, part)
-    assert [each.partition(" (")[0] for each in faults] == [
+    assert [fault.partition(" (")[0] for fault in faults] == [
         "aten::sum on the other stream reads"
-    ] * found
+    ] * faulty
     assert all(
-        "which aten::fill_ on the default stream writes: nothing orders them" in each
-        for each in faults
+        "which aten::fill_ on the default stream writes: nothing orders them" in fault
+        for fault in faults
     )
 
 
@@ -507,20 +509,22 @@ def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, found: boo
 @pytest.mark.parametrize("waits", [False, True])
 def test_late_operators_make_a_missing_wait_a_wrong_number(waits: bool, seed: int) -> None:
     with simulated_accelerator(late=seed) as accelerator:
-        tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+        tensor = torch.zeros(8, device=DEVICE)
+        side = Stream(name="the other stream")
         side.wait_stream(accelerator.cuda.default)
         tensor.add_(1)
         if waits:
             side.wait_stream(accelerator.cuda.default)
         with accelerator.cuda.on(side):
-            found = tensor.sum().item()
-    assert found == (8 if waits else 0)
+            total = tensor.sum().item()
+    assert total == (8 if waits else 0)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_it_finds_memory_that_is_freed_too_early(kept: bool) -> None:
     with simulated_accelerator() as accelerator:
-        tensor, side = torch.zeros(8, device=DEVICE), Stream(name="the other stream")
+        tensor = torch.zeros(8, device=DEVICE)
+        side = Stream(name="the other stream")
         side.wait_stream(accelerator.cuda.default)
         with accelerator.cuda.on(side):
             tensor.add_(1)
@@ -528,7 +532,7 @@ def test_it_finds_memory_that_is_freed_too_early(kept: bool) -> None:
             tensor.record_stream(side)  # type: ignore[arg-type]
         del tensor
     assert [
-        "is freed while the other stream may use it" in each for each in accelerator.faults
+        "is freed while the other stream may use it" in fault for fault in accelerator.faults
     ] == [True] * (not kept)
 
 
@@ -547,26 +551,24 @@ def test_it_finds_an_answer_that_nobody_has_waited_for(waits: str) -> None:
             work.get_future().then(lambda done: future.set_result(done.value()))
             future.wait()
         tensor.add_(1)
-    found = ["c10d::allreduce_ on the stream of group" in each for each in accelerator.faults]
-    assert found == [True] * (waits in ("a future without a device", "not at all"))
+    faulty = ["c10d::allreduce_ on the stream of group" in fault for fault in accelerator.faults]
+    assert faulty == [True] * (waits in ("a future without a device", "not at all"))
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_it_finds_a_copy_that_the_host_reads_too_early(waits: bool) -> None:
     with simulated_accelerator() as accelerator:
-        copied, event = (
-            torch.ones(2, device=DEVICE).to("cpu", non_blocking=True),
-            torch.Event(DEVICE),
-        )
+        copied = torch.ones(2, device=DEVICE).to("cpu", non_blocking=True)
+        event = torch.Event(DEVICE)
         event.record(torch.accelerator.current_stream())
         if waits:
             event.synchronize()
         copied.tolist()
-    found = [
-        "tolist reads on the host what a copy may not have written yet" in each
-        for each in accelerator.faults
+    faulty = [
+        "tolist reads on the host what a copy may not have written yet" in fault
+        for fault in accelerator.faults
     ]
-    assert found == [True] * (not waits)
+    assert faulty == [True] * (not waits)
 
 
 def test_it_counts_what_the_host_waits_for() -> None:

@@ -33,7 +33,7 @@ STARTS = [
 
 
 @pytest.mark.parametrize("start, total_steps, expected", STARTS)
-def test_resolve_start(start, total_steps, expected):
+def test_the_start_step_is_resolved_from_number_or_fraction(start, total_steps, expected):
     for config in (commhooks.PowerSGD, commhooks.BatchedPowerSGD):
         resolved = config(start_powerSGD_iter=start, matrix_approximation_rank=3).resolved(
             total_steps
@@ -42,14 +42,14 @@ def test_resolve_start(start, total_steps, expected):
         assert type(resolved.start_powerSGD_iter) is int
 
 
-def test_a_fraction_of_an_unknown_length():
+def test_a_fraction_of_an_unknown_length_is_refused():
     with pytest.raises(commhooks.HookConfigError, match="pass total_steps="):
         commhooks.PowerSGD(start_powerSGD_iter=0.5).resolved(None)
 
 
 def started() -> list[tuple[int, int]]:
     """Start as resolved, and first compressed step, of all `CASES`."""
-    found = []
+    results = []
     for start, total_steps, _ in CASES:
         ddp = wrap(mlp())
         hook = commhooks.attach(
@@ -59,8 +59,8 @@ def started() -> list[tuple[int, int]]:
         for step in range(6):
             backward(ddp, step)
             compressed.append(hook.stats()["compressed_steps"])
-        found.append((hook.options["start_powerSGD_iter"], compressed.count(0)))
-    return found
+        results.append((hook.options["start_powerSGD_iter"], compressed.count(0)))
+    return results
 
 
 CASES = [(0.5, 6, 3), (None, 40, 4), (0, None, 0), (1, 2, 1), (1000, 6, 1000)]
@@ -76,7 +76,7 @@ WARNINGS = [
         (
             mlp,
             {"hook": commhooks.PowerSGD(start_powerSGD_iter=start), "total_steps": 6},
-            f"'powerSGD' begins at step {at}, but this training ends at step 6, so",
+            f"'powerSGD' begins at step {at}, but this run ends at step 6, so",
         )
         for start, at in ((6, 6), (1000, 1000), (0.999, 6))
     ),
@@ -85,7 +85,7 @@ WARNINGS = [
         mlp,
         {"hook": commhooks.Auto(measure_steps=6), "total_steps": 6},
         (
-            "'auto' begins at step 6, but this training ends at step 6, so that it has no effect."
+            "'auto' begins at step 6, but this run ends at step 6, so that it has no effect."
             " Set measure_steps to a smaller number, or name the hook."
         ),
     ),
@@ -104,12 +104,12 @@ WARNINGS = [
 
 
 def warned() -> list[list[str]]:
-    found = []
+    results = []
     for model, arguments, _ in WARNINGS:
         with log_lines() as lines:
             commhooks.attach(wrap(model()), **arguments)
-        found.append(lines)
-    return found
+        results.append(lines)
+    return results
 
 
 def test_a_hook_that_never_compresses_is_a_warning_on_rank_0(run_ranks):
@@ -223,21 +223,21 @@ def all_announced() -> dict[tuple[str, str | None, bool], tuple[list[str], str]]
     }
 
 
-def test_one_line_at_the_first_backward_on_rank_0(run_ranks):
+def test_rank_0_logs_one_line_at_the_first_backward(run_ranks):
     on_0, on_1 = run_ranks(all_announced)
     for (hook, wrapper), expected in LINES.items():
         warned = WARNED.get(hook, "")
         assert on_0[hook, wrapper, True] == ([expected], warned)
         # Where nobody has set up logging it is printed, or it would not be seen at all.
         assert on_0[hook, wrapper, False] == ([], expected + "\n" + warned)
-    assert all(found == ([], "") for found in on_1.values())
+    assert all(output == ([], "") for output in on_1.values())
 
 
 ALONE = {
     "powerSGD": (
         "commhooks: powerSGD (rank 2): there is one rank, so nothing is sent. From step 2 on the"
-        " gradients are compressed as among several, so that the run can go on with any number of"
-        " them; hook=None trains on exact gradients"
+        " gradients are still compressed, so the run can resume on more ranks; hook=None trains on"
+        " exact gradients"
     ),
     "bf16": "commhooks: bf16_compress: there is one rank, so nothing is sent",
 }

@@ -1,6 +1,4 @@
-"""What waits for what on CUDA: the codec, the caller and a thread that saves, with stand-ins for
-streams and events.
-"""
+"""On CUDA the codec, the caller and a saving thread wait for what they read (with stand-ins)."""
 
 import contextlib
 import threading
@@ -28,7 +26,9 @@ NEXT_P = f"P of bucket 0 at step <= {STEPS}"
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
     """Names what hooks send, and commits: "commit 1" is the first."""
-    start, commit, commits = collectives.start, BackwardPass.commit, iter(range(1, 1000))
+    start = collectives.start
+    commit = BackwardPass.commit
+    commits = iter(range(1, 1000))
 
     def named_start(send: Any, group: Any, counters: Any, where: str = "", *rest: Any) -> Any:
         cuda.queue(f"{send.what} of {where}")
@@ -63,16 +63,14 @@ class Training:
         return self
 
     def step_with(self, in_the_middle: Callable[[], Any]) -> None:
-        """A step that calls `in_the_middle` of its backward pass, when the first bucket has been
-        sent.
-        """
+        """Run a step that calls `in_the_middle` once its first bucket has been sent."""
         handle = self.model[2].register_full_backward_hook(lambda *_: in_the_middle())
         self.step()
         handle.remove()
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_accelerators_with_streams(kind: str) -> None:
+def test_mps_and_the_cpu_have_no_streams(kind: str) -> None:
     with mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device(kind)):
         assert precision.has_streams(torch.device(kind, 0)) == (kind != "mps")
         assert not precision.has_streams(torch.device("cpu"))
@@ -81,7 +79,8 @@ def test_accelerators_with_streams(kind: str) -> None:
 
 
 def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> None:
-    training, saved = Training().step(STEPS), []
+    training = Training().step(STEPS)
+    saved = []
 
     def save() -> None:
         cuda.queue("kernels of backward")
@@ -90,8 +89,8 @@ def test_a_thread_that_saves_waits_for_the_latest_commit_only(cuda: Cuda) -> Non
         thread.start()
         thread.join()
         waits = cuda.host_waits[thread]
-        assert len(waits) > 6 and all(f"commit {STEPS}" in each for each in waits)
-        assert not any(NEXT_P in each or "kernels of backward" in each for each in waits)
+        assert len(waits) > 6 and all(f"commit {STEPS}" in wait for wait in waits)
+        assert not any(NEXT_P in wait or "kernels of backward" in wait for wait in waits)
 
     training.step_with(save)
     assert saved[0]["step"] == STEPS and saved[0]["exact"]
@@ -108,7 +107,8 @@ def test_all_hooks_of_a_device_share_one_stream_of_high_priority(cuda: Cuda) -> 
 
 
 def test_a_commit_that_failed_is_waited_for_too(cuda: Cuda) -> None:
-    training, reader = Training().step(STEPS), Stream()
+    training = Training().step(STEPS)
+    reader = Stream()
 
     def fail(self: BackwardPass, good: Any) -> None:
         cuda.queue("half a commit")

@@ -32,9 +32,7 @@ Sent = list[tuple[int, torch.dtype, bool]]
 
 @contextmanager
 def all_reduces() -> Iterator[Sent]:
-    """Elements, dtype and whether asynchronous (all of the hooks' are) of each all-reduce that this
-    rank issues.
-    """
+    """Record elements, dtype and asynchrony of each all-reduce that this rank issues."""
     sent: Sent = []
     original = dist.all_reduce
 
@@ -100,18 +98,18 @@ def _prescribed(name: str, step: int) -> Gradients:
 
 def _alone(name: str) -> tuple[list[Gradients], dict[str, Any], dict[str, Any]]:
     ddp, hook = _hooked(name)
-    found = []
+    results = []
     for step in range(STEPS):
         ddp.zero_grad()
         ddp(_prescribed(name, step), torch.zeros(()), lambda x: x).backward()
-        found.append(gradients(ddp))
-    return found, hook.state_dict("per_rank"), hook.stats()
+        results.append(gradients(ddp))
+    return results, hook.state_dict("per_rank"), hook.stats()
 
 
 def _together(nested: bool) -> Any:
     outer, outer_hook = _hooked("outer")
     inner, inner_hook = _hooked("inner")
-    found: dict[str, list[Gradients]] = {"outer": [], "inner": []}
+    results: dict[str, list[Gradients]] = {"outer": [], "inner": []}
     with all_reduces() as sent:
         for step in range(STEPS):
             outer.zero_grad(), inner.zero_grad()
@@ -125,11 +123,11 @@ def _together(nested: bool) -> Any:
             else:
                 loss = run_inner(outer(ours, torch.zeros(()), lambda x: x))
             loss.backward()
-            found["outer"].append(gradients(outer))
-            found["inner"].append(gradients(inner))
+            results["outer"].append(gradients(outer))
+            results["inner"].append(gradients(inner))
     return {
-        "outer": (found["outer"], outer_hook.state_dict("per_rank"), outer_hook.stats()),
-        "inner": (found["inner"], inner_hook.state_dict("per_rank"), inner_hook.stats()),
+        "outer": (results["outer"], outer_hook.state_dict("per_rank"), outer_hook.stats()),
+        "inner": (results["inner"], inner_hook.state_dict("per_rank"), inner_hook.stats()),
         "sent": sent,
     }
 
@@ -158,13 +156,13 @@ def _counts(stats):
 @pytest.mark.parametrize(
     "nested", [False, True], ids=["one after the other", "one in the middle of the other"]
 )
-def test_two_backward_passes_in_one_graph(run_ranks, nested):
+def test_two_models_in_one_graph_are_averaged_as_alone(run_ranks, nested):
     ranks = run_ranks(_together_and_alone, nested, timeout_s=30)
     for together, alone in ranks:
         for name, (shapes, config, _) in CONFIGS.items():
-            found, state, stats = together[name]
+            averaged, state, stats = together[name]
             expected, expected_state, expected_stats = alone[name]
-            assert all(map(bits_equal, found, expected)), name
+            assert all(map(bits_equal, averaged, expected)), name
             matrices = sum(len(shape) > 1 for shape in shapes.values())
             assert len(_state_tensors(state)) == 2 * matrices
             assert bits_equal(_state_tensors(state), _state_tensors(expected_state)), name

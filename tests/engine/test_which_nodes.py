@@ -45,7 +45,7 @@ def _nodes(ranks_per_node: Any, group_ranks: list[str] | None) -> Any:
         ("auto", ["0", "1", "2", "3"], [None] * 4),
     ],
 )
-def test_which_ranks_are_a_node(
+def test_nodes_are_found_by_number_or_by_group_rank(
     run_ranks: Any, ranks_per_node: Any, group_ranks: Any, expected: Any
 ) -> None:
     assert run_ranks(_nodes, ranks_per_node, group_ranks, world_size=4) == expected
@@ -82,9 +82,7 @@ def test_owners_share_the_work() -> None:
 
 
 def test_owners_share_every_bucket() -> None:
-    """Not only the whole model: a rank without a share of a bucket would leave its network card
-    idle.
-    """
+    """A rank without a share of some bucket would leave its network card idle."""
     layer = {
         "norm": 1,
         "attention": WINDOW_NUMEL // 4,
@@ -119,7 +117,7 @@ def test_owners_share_every_bucket() -> None:
         ),
     ],
 )
-def test_what_is_refused(arguments: dict[str, Any], text: str) -> None:
+def test_wrong_numbers_of_ranks_per_node_are_refused(arguments: dict[str, Any], text: str) -> None:
     hook = arguments.pop("hook")
     with pytest.raises(HookConfigError, match=text):
         HookRequest.parse(hook, **arguments)

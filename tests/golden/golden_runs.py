@@ -1,8 +1,7 @@
-"""The runs behind tests/golden/payloads.pt: what is saved, in every form, and what training from it
-gives.
+"""The runs behind tests/golden/payloads.pt: payloads of every form, and the steps after their load.
 
-Nothing here depends on random numbers of torch: gradients are sines, and Q is in what is loaded.
-Everything runs on two ranks.
+Nothing here depends on torch's random numbers: gradients are sines, and Q is in the payload. All
+functions run on two ranks.
 """
 
 import copy
@@ -13,15 +12,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
 from tests.support.inside import learns, session_of, user_state
 from tests.support.models import EVERY_PARAMETER, Prescribed, backward
 from tests.support.repository import TESTS
 
 FILE = TESTS / "golden" / "payloads.pt"
-"""A dict: "saved" holds, for each of two ranks, what it saved by kind; "gradients" those of the
-next steps, by kind.
-"""
+"""A dict: "saved" holds the payloads of each rank by kind, "gradients" those of the next steps."""
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "wide": (8, 10)}
 LOW_RANK = {"matrix_approximation_rank": 2, "min_compression_rate": 1}
 SAVED_AT = 4
@@ -37,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Momentum:
-    """The state of a user's own hook, with every type that a state may hold."""
+    """The state of a user's hook, with every type that a state may hold."""
 
     def __init__(self) -> None:
         self.momentum: dict[str, torch.Tensor] = {}
@@ -55,7 +52,8 @@ class Momentum:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.momentum, self.calls = saved["momentum"], saved["calls"]
+        self.momentum = saved["momentum"]
+        self.calls = saved["calls"]
 
 
 def momentum_hook(state: Momentum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -70,20 +68,18 @@ def momentum_hook(state: Momentum, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """Sines of one frequency for all ranks and of another one for each."""
+    """Make gradients: sines of one frequency on all ranks, plus sines of another on each."""
     made = {}
     for place, (name, shape) in enumerate(SHAPES.items()):
         numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
         common = torch.sin((1.7 + 0.31 * place) * numbers + 1.3 * step)
-        own = torch.sin((0.9 + 0.17 * rank) * numbers - 0.7 * step + place)
-        made[name] = (common + 0.5 * own).to(torch.float32).view(shape)
+        of_rank = torch.sin((0.9 + 0.17 * rank) * numbers - 0.7 * step + place)
+        made[name] = (common + 0.5 * of_rank).to(torch.float32).view(shape)
     return made
 
 
 def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommHook]:
-    """Buckets that are never built anew: one per parameter, or one for all where they make the
-    matrix.
-    """
+    """Attach the hook. DDP never rebuilds the buckets: one per parameter, or one for `batched`."""
     cap = 25 if hook == "batched_powerSGD" else EVERY_PARAMETER
     ddp = DistributedDataParallel(
         Prescribed(SHAPES), bucket_cap_mb=cap, find_unused_parameters=True
@@ -95,8 +91,9 @@ def new(hook: str, start: int) -> tuple[DistributedDataParallel, commhooks.CommH
 
 
 def save(kind: str) -> Any:
-    """What this rank saves of this kind after `SAVED_AT` steps, three of them compressed. Of
-    "parts" a list: the shared part, and that of this rank.
+    """Return what this rank saves after `SAVED_AT` steps, three of them compressed.
+
+    For "parts" this is a list of the shared part and the part of this rank.
     """
     hook, how = KINDS[kind]
     ddp, attached = new(hook, start=1)
@@ -111,40 +108,37 @@ def save_all() -> dict[str, Any]:
 
 
 def payload_of(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """What this rank loads of what the ranks saved."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Return what this rank loads, of what the ranks saved."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     content: Any = saved[rank][kind]
     if kind != "parts":
         return content
     shared = payload_parts.check_shared(content[0])
     needed = payload_parts.ranks_needed(shared, rank, world_size)
-    parts = [saved[each][kind][1] for each in needed]
-    assert [
-        payload_parts.problem_of_part(shared, part, each)
-        for part, each in zip(parts, needed, strict=True)
-    ] == [None for _ in needed]
+    parts = [saved[writer][kind][1] for writer in needed]
+    for part, writer in zip(parts, needed, strict=True):
+        assert payload_parts.problem_of_part(shared, part, writer) is None
     return payload_parts.merge(shared, parts, rank, world_size)
 
 
 def resume(kind: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Load it into a hook that was told to start much later, look at its memory, and train two
-    steps.
-    """
+    """Load into a hook that was told to start later. Return its state and two steps' gradients."""
     ddp, attached = new(KINDS[kind][0], start=900)
     attached.load_state_dict(payload_of(kind, saved))
-    memory = session_of(attached).state if learns(attached) else None
-    found: dict[str, Any] = {
+    loaded: dict[str, Any] = {
         "step": attached.stats()["step"],
         "start": attached.options.get("start_powerSGD_iter"),
-        "q": {name: q.clone() for name, q in memory["q"].items()} if memory is not None else {},
-        "residuals": {name: r.clone() for name, r in memory["residual"].items()}
-        if memory is not None
-        else {},
-        "users": None if memory is not None else copy.deepcopy(user_state(attached).state_dict()),
     }
+    if learns(attached):
+        state = session_of(attached).state
+        loaded["q"] = copy.deepcopy(state["q"])
+        loaded["residuals"] = copy.deepcopy(state["residual"])
+    else:
+        loaded["users"] = copy.deepcopy(user_state(attached).state_dict())
     steps = range(SAVED_AT, SAVED_AT + 2)
-    found["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]
-    return found
+    loaded["gradients"] = [backward(ddp, gradients(dist.get_rank(), step)) for step in steps]
+    return loaded
 
 
 def resume_all(saved: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Makes tests/golden/payloads.pt anew, after a change of the format.
+"""Makes tests/golden/payloads.pt again, after a change of the format.
 
 python tests/golden/make.py
 """
@@ -22,8 +22,8 @@ def main() -> None:
         resumed = pool.run(golden_runs.resume_all, saved)[0]
     finally:
         pool.close()
-    # Gradients are averages, the same on every rank.
-    after = {kind: found["gradients"] for kind, found in resumed.items()}
+    # Gradients are averages, equal on all ranks.
+    after = {kind: outcome["gradients"] for kind, outcome in resumed.items()}
     torch.save({"saved": saved, "gradients": after}, golden_runs.FILE)
 
 

@@ -49,7 +49,7 @@ def step(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "names, patterns, found",
+    "names, patterns, matched",
     [
         (["a.embed.weight"], ["*embed*"], "*embed*"),
         (["a.Embed.weight"], ["*embed*"], None),
@@ -60,8 +60,8 @@ def step(model: nn.Module) -> None:
         (["a"], [], None),
     ],
 )
-def test_globs(names, patterns, found):
-    assert matching(names, patterns) == found
+def test_globs_match_names_of_parameters(names, patterns, matched):
+    assert matching(names, patterns) == matched
 
 
 def _train() -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_ranks_must_exclude_the_same_and_rank_0_warns(run_ranks: Any) -> None:
     assert "froz" not in warning and "head" not in warning and results[1][1] == []
 
 
-def test_resuming_with_other_exclusions():
+def test_a_resume_with_other_exclusions_works():
     with process_group_of_one():
         ddp = wrap(Net())
         hook = attach(ddp)

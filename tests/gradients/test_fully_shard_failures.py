@@ -50,10 +50,11 @@ def _fail_and_go_on() -> list[torch.Tensor]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = _TwoLayers()
-    for each in (model.one, model.two, model):
-        fully_shard(each, mesh=mesh["shard"])
+    for module in (model.one, model.two, model):
+        fully_shard(module, mesh=mesh["shard"])
     commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
-    images, found = torch.randn(3, 16), []
+    images = torch.randn(3, 16)
+    results = []
     for fails in (False, True, False):
         model.zero_grad()
         _Fails.now = fails
@@ -64,14 +65,14 @@ def _fail_and_go_on() -> list[torch.Tensor]:
         ):
             model(images).loss.backward()
             grad = model.one.weight.grad
-            found.append(getattr(grad, "to_local", grad.clone)().clone())
+            results.append(getattr(grad, "to_local", grad.clone)().clone())
         model.reset_iter_state()
-    return found
+    return results
 
 
 @fully_shard_on_gloo
 @reset_iter_state
-def test_a_backward_pass_after_one_that_failed(run_ranks: Any) -> None:
+def test_a_backward_pass_after_one_that_failed_is_right(run_ranks: Any) -> None:
     """Also where the loss is not in what the model returns."""
     for before, after in run_ranks(_fail_and_go_on):
         assert torch.equal(before, after)
@@ -88,7 +89,8 @@ def _commit_fails() -> list[tuple[bool, bool]]:
         hook_options={"start_powerSGD_iter": 0},
         replicate_group=mesh["replicate"],
     )
-    found, images = [], torch.randn(3, 16)
+    results = []
+    images = torch.randn(3, 16)
     for fails in (False, True, False):
         loss = model(images).square().mean()
         failing = mock.patch.object(BackwardPass, "commit", side_effect=MemoryError)
@@ -99,15 +101,13 @@ def _commit_fails() -> list[tuple[bool, bool]]:
             model.reset_iter_state()
         model.zero_grad()
         session = session_of(hook)
-        found.append((session.state.local_missing, session.held.commit_failed))
-    return found
+        results.append((session.state.local_missing, session.held.commit_failed))
+    return results
 
 
 @fully_shard_on_gloo
 @reset_iter_state
 def test_the_commit_after_one_that_failed_is_whole_again(run_ranks: Any) -> None:
-    """What is saved after a failed commit lacks the residuals; what is saved after the next one
-    does not.
-    """
-    for found in run_ranks(_commit_fails):
-        assert found == [(False, False), (True, True), (False, False)]
+    """A save after a failed commit lacks the residuals; a save after the next commit has them."""
+    for results in run_ranks(_commit_fails):
+        assert results == [(False, False), (True, True), (False, False)]

@@ -1,6 +1,4 @@
-"""Averaged gradients of a model sharded by `fully_shard`: the mean, then those of the slow oracle
-of PowerSGD.
-"""
+"""Averaged gradients on shards are the mean, then those of the slow oracle of PowerSGD."""
 
 from typing import Any
 
@@ -36,12 +34,12 @@ def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
     expected = [mean_over_ranks(0, replicas * shards)]
     for step in range(1, STEPS):
         ranks = [random_gradients(step, rank) for rank in range(replicas * shards)]
-        found = mean_over_ranks(step, replicas * shards)
+        average = mean_over_ranks(step, replicas * shards)
         for name, shape in NAMES.items():
             m = torch.Size(shape).numel() // shape[0]
             for index in range(shards if len(shape) > 1 else 0):
                 rows = rows_of(name, shards, index)
-                n = found[name][rows].shape[0]
+                n = average[name][rows].shape[0]
                 if (n + m) * RANK >= n * m:
                     continue
                 start = draw(3, name, "Q", RANK, m, torch.float64)
@@ -52,8 +50,8 @@ def _expected(replicas: int, shards: int) -> list[dict[str, torch.Tensor]]:
                     .flatten(1)
                     for replica in range(replicas)
                 ]
-                found[name][rows] = matrix.step(of_replicas).view(-1, *shape[1:])
-        expected.append(found)
+                average[name][rows] = matrix.step(of_replicas).view(-1, *shape[1:])
+        expected.append(average)
     assert {name for name, _ in matrices} == {"first.weight", "even.weight", "own"}
     return expected
 

@@ -1,6 +1,4 @@
-"""FSDP2's options and users' habits: the averaged gradient is right in each of them, and nothing
-hangs.
-"""
+"""Averaged gradients are right with each option of FSDP2, and nothing hangs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,8 +44,7 @@ def _wrong(**is_right: bool) -> dict[str, bool]:
     return {name: right for name, right in is_right.items() if not right}
 
 
-# ---- accumulation
-# --------------------------------------------------------------------------------------------------
+# ---- accumulation --------------------------------------------------------------------------------
 
 
 def _accumulation(setter: str) -> dict[str, bool]:
@@ -65,7 +62,7 @@ def _accumulation(setter: str) -> dict[str, bool]:
     first = worst_error(_go_on(model, 0), mean_over_ranks(0, 4))
     with accumulating(model, setter):
         model(
-            {name: each for name, each in random_gradients(1).items() if "weight" in name}
+            {name: gradient for name, gradient in random_gradients(1).items() if "weight" in name}
         ).backward()
     kept = worst_error(whole_gradients(model), mean_over_ranks(0, 4))
     wanted = {
@@ -109,7 +106,7 @@ def _compressed_accumulation() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-def test_accumulated_gradients(run_ranks: Any, setter: str) -> None:
+def test_accumulated_gradients_are_averaged(run_ranks: Any, setter: str) -> None:
     _on_every_rank(run_ranks, _accumulation, setter)
 
 
@@ -117,8 +114,7 @@ def test_gradients_that_were_averaged_are_not_compressed_again(run_ranks: Any) -
     _on_every_rank(run_ranks, _compressed_accumulation)
 
 
-# ---- options of fully_shard
-# ------------------------------------------------------------------------------------------
+# ---- options of fully_shard ----------------------------------------------------------------------
 
 
 def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, bool]:
@@ -145,24 +141,22 @@ def _with_options(options: dict[str, Any], dtype: torch.dtype, tolerance: float)
     ],
     ids=["no reshard", "bf16 compute", "bf16 reduction"],
 )
-def test_options(
+def test_gradients_are_right_with_each_option(
     run_ranks: Any, options: dict[str, Any], dtype: torch.dtype, tolerance: float
 ) -> None:
     _on_every_rank(run_ranks, _with_options, options, dtype, tolerance)
 
 
 def _as_wide_as_the_reduction() -> dict[str, bool]:
-    """Averaged in the reduction's float32, and rounded to the weights' bfloat16 once, at the
-    end.
-    """
-    mesh, policy = mesh_of(2, 2), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    """The average is taken in the reduction's float32 and rounded to bfloat16 once."""
+    mesh = mesh_of(2, 2)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = shard(Prescribed(torch.bfloat16), mesh["shard"], mp_policy=policy)
     hook = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
     got = backward(model, random_gradients(0))
     every = [random_gradients(0, rank, torch.bfloat16) for rank in range(4)]
     mean = {
-        name: torch.stack([each[name].float() for each in every]).mean(0).bfloat16()
-        for name in NAMES
+        name: (sum(of_rank[name].float() for of_rank in every) / 4).bfloat16() for name in NAMES
     }
     sent = 4 * sum(p.to_local().numel() for p in model.parameters())
     return _wrong(rounded_once=bits_equal(got, mean), bytes=hook.stats()["bytes_sent"] == sent)
@@ -173,13 +167,14 @@ def test_the_wider_dtype_of_the_reduction_is_kept(run_ranks: Any) -> None:
     _on_every_rank(run_ranks, _as_wide_as_the_reduction)
 
 
-# ---- parameters without a gradient
-# -----------------------------------------------------------------------------------
+# ---- parameters without a gradient ---------------------------------------------------------------
 
 
 def _without(*names: str, step: int = 0) -> dict[str, torch.Tensor]:
     return {
-        name: each for name, each in random_gradients(step).items() if not name.startswith(names)
+        name: gradient
+        for name, gradient in random_gradients(step).items()
+        if not name.startswith(names)
     }
 
 
@@ -247,7 +242,7 @@ def _used_on_some_ranks() -> dict[str, bool]:
         for rank in left_out
     ]
     return _wrong(
-        mean=worst_error(got, {n: sum(each.get(n, 0.0) for each in every) / 4 for n in NAMES})
+        mean=worst_error(got, {n: sum(of_rank.get(n, 0.0) for of_rank in every) / 4 for n in NAMES})
         < 1e-14
     )
 
@@ -256,12 +251,13 @@ def _used_on_some_ranks() -> dict[str, bool]:
     "work",
     [_unused, _frozen, pytest.param(_used_on_some_ranks, marks=reduce_scatter_unused_params)],
 )
-def test_parameters_without_a_gradient(run_ranks: Any, work: Callable[..., Any]) -> None:
+def test_parameters_without_a_gradient_are_left_out(
+    run_ranks: Any, work: Callable[..., Any]
+) -> None:
     _on_every_rank(run_ranks, work)
 
 
-# ---- real layers: tied weights, checkpoints, clipping
-# ----------------------------------------------------------------
+# ---- real layers: tied weights, checkpoints, clipping --------------------------------------------
 
 
 class Tied(nn.Module):
@@ -321,7 +317,9 @@ def _tied(reentrant: bool) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_tied_weights_activation_checkpoints_and_clipping(run_ranks: Any, reentrant: bool) -> None:
+def test_tied_weights_activation_checkpoints_and_clipping_work(
+    run_ranks: Any, reentrant: bool
+) -> None:
     _on_every_rank(run_ranks, _tied, reentrant)
 
 
@@ -339,8 +337,7 @@ def test_a_reentrant_checkpoint_around_the_model_is_refused(run_ranks: Any) -> N
         assert "use_reentrant=False" in message
 
 
-# ---- unusual backward passes
-# -----------------------------------------------------------------------------------------
+# ---- unusual backward passes ---------------------------------------------------------------------
 
 
 class _Failure(torch.autograd.Function):
@@ -382,9 +379,7 @@ def _abandoned() -> dict[str, bool]:
 
 
 def _several_passes() -> dict[str, bool]:
-    """Evaluations in between, a backward pass twice through one graph, and one from an inner
-    unit.
-    """
+    """Evaluate in between, go through one graph twice, and begin at an inner unit."""
     model, hook = attached(2, 2, "allreduce")
     model.eval()
     with torch.no_grad():
@@ -394,7 +389,7 @@ def _several_passes() -> dict[str, bool]:
     got = backward(model, random_gradients(0))
     model.zero_grad()
     loss = model(random_gradients(1))
-    with log_lines() as said:
+    with log_lines() as lines:
         loss.backward(retain_graph=True)
         loss.backward()
     twice = {name: 2 * gradient for name, gradient in mean_over_ranks(1, 4).items()}
@@ -402,14 +397,14 @@ def _several_passes() -> dict[str, bool]:
         first=worst_error(got, mean_over_ranks(0, 4)) < 1e-14,
         twice=worst_error(whole_gradients(model), twice) < 1e-14,
         passes=hook.stats()["backward_passes"] == 3,
-        silent=said == [],
+        silent=lines == [],
     )
 
 
 @pytest.mark.parametrize(
     "work", [pytest.param(_abandoned, marks=reset_iter_state), _several_passes]
 )
-def test_unusual_backward_passes(run_ranks: Any, work: Callable[..., Any]) -> None:
+def test_unusual_backward_passes_are_averaged(run_ranks: Any, work: Callable[..., Any]) -> None:
     _on_every_rank(run_ranks, work)
 
 
@@ -433,14 +428,14 @@ def _called_twice() -> float:
         torch.full((2, 16), float(rank + 1), dtype=torch.float64, requires_grad=True)
         for rank in range(4)
     ]
-    torch.stack([alone(each) for each in inputs]).mean().backward()
+    torch.stack([alone(image) for image in inputs]).mean().backward()
     model(inputs[dist.get_rank()]).backward()
     return worst_error(
         whole_gradients(model), {name: p.grad for name, p in alone.named_parameters()}
     )
 
 
-def test_a_unit_that_is_called_twice(run_ranks: Any) -> None:
+def test_a_unit_may_be_called_twice(run_ranks: Any) -> None:
     """Autograd adds up the gradients of both calls before FSDP reduces them."""
     assert max(run_ranks(_called_twice, world_size=4)) < 1e-13
 
@@ -452,7 +447,8 @@ class _ReducedTwice(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, model: nn.Module, hook: commhooks.CommHook
     ) -> torch.Tensor:
-        ctx.model, ctx.hook = model, hook
+        ctx.model = model
+        ctx.hook = hook
         return x.clone()
 
     @staticmethod

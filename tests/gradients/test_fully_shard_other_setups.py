@@ -1,6 +1,4 @@
-"""Checkpoints where the reduction is wider or narrower than the weights, where a shard is
-compressed although the whole parameter is not, and along another dimension.
-"""
+"""Shards work with another dtype of reduction, along another dimension, and compressed alone."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,9 @@ def _other_width(folder: str) -> dict[str, Any]:
     model, second = made(REDUCED)
     dcp.load({"hook": second}, checkpoint_id=folder)
     got = steps(model)
-    kept = {t.dtype for own in session_of(second).state.entries.values() for t in own.values()}
+    kept = {
+        t.dtype for of_key in session_of(second).state.entries.values() for t in of_key.values()
+    }
     model, third = made(WIDE)  # reduced in a wider dtype, from the same checkpoint
     dcp.load({"hook": third}, checkpoint_id=folder)
     other = steps(model)
@@ -69,19 +69,17 @@ def _other_width(folder: str) -> dict[str, Any]:
         "compressed": second.stats()["compressed_steps"]
         == third.stats()["compressed_steps"]
         == STEPS - SAVE_AT,
-        "residuals": any(bool(each.any()) for each in whole_residuals(third).values()),
+        "residuals": any(bool(residual.any()) for residual in whole_residuals(third).values()),
     }
 
 
-def test_weights_and_reduction_of_different_widths(run_ranks: Any, tmp_path: Path) -> None:
+def test_weights_and_reduction_may_have_different_widths(run_ranks: Any, tmp_path: Path) -> None:
     for outcome in run_ranks(_other_width, str(tmp_path), world_size=4):
         assert all(outcome.values()), outcome
 
 
 class _Thin(nn.Module):
-    """A bfloat16 weight that int8 in blocks of 256 compresses only on the shard with two of its
-    three rows.
-    """
+    """Only the shard with two of the weight's three rows is large enough for int8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ def _thin(shards: int, folder: str, *, save: bool) -> dict[str, Any]:
     return {"residual": kept, "later": [step(number) for number in range(SAVE_AT, STEPS)]}
 
 
-def test_a_shard_that_is_compressed_although_the_whole_is_not(
+def test_a_shard_may_be_compressed_although_the_whole_is_not(
     run_ranks: Any, tmp_path: Path
 ) -> None:
     saved = run_ranks(_thin, 2, str(tmp_path), save=True, world_size=4)
@@ -134,13 +132,12 @@ def _matrix(replicas: int, shards: int, dim: int, folder: str, *, save: bool) ->
     torch.manual_seed(0)
     model: nn.Module
     if shards == 0:
-        model, more = (
-            DistributedDataParallel(nn.Sequential(layer)),
-            {"save_residual": "distributed"},
-        )
+        model = DistributedDataParallel(nn.Sequential(layer))
+        more = {"save_residual": "distributed"}
     else:
         mesh = mesh_of(replicas, shards)
-        model, more = nn.Sequential(layer), {"replicate_group": mesh["replicate"]}
+        model = nn.Sequential(layer)
+        more = {"replicate_group": mesh["replicate"]}
         fully_shard(model, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(dim))
     hook = commhooks.attach(model, "powerSGD", hook_options=POWERSGD, **more)
 
@@ -169,7 +166,7 @@ def _matrix(replicas: int, shards: int, dim: int, folder: str, *, save: bool) ->
     }
 
 
-def test_shards_along_another_dimension(run_ranks: Any, tmp_path: Path) -> None:
+def test_shards_may_lie_along_another_dimension(run_ranks: Any, tmp_path: Path) -> None:
     saved = run_ranks(_matrix, 2, 2, 1, str(tmp_path), save=True, world_size=4)
     for replicas, shards, dim in ((2, 0, 0), (1, 2, 0), (1, 4, 1)):
         world_size = replicas * max(1, shards)

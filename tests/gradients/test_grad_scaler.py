@@ -1,6 +1,4 @@
-"""A GradScaler over many steps with overflows at random: the scale recovers, training goes on,
-nobody drifts.
-"""
+"""With a GradScaler and random overflows the scale recovers, and nobody drifts."""
 
 import random
 from typing import Any
@@ -19,9 +17,7 @@ HALF_MAX = 65504.0
 
 
 class OverflowsLikeFP16(torch.autograd.Function):
-    """What float16 activations do to a gradient that the scale has made too large; CPU training
-    here is in float32.
-    """
+    """Do to a gradient what float16 activations do when the scale is too large."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +59,12 @@ def _train() -> dict[str, Any]:
         parameter.register_hook(
             lambda g, place=place: g if poison[place] is None else g + poison[place]
         )
-    losses, scales, steps, skipped, at_random, changed = [], [], [], 0, 0, []
+    losses = []
+    scales = []
+    steps = []
+    skipped = 0
+    at_random = 0
+    changed = []
     for step in range(STEPS):
         inputs = torch.randn(16, WIDTH, generator=generator)
         if step in overflows and overflows[step][0] == dist.get_rank():
@@ -72,7 +73,8 @@ def _train() -> dict[str, Any]:
         loss = (OverflowsLikeFP16.apply(ddp(inputs)) - torch.tanh(inputs @ teacher)).square().mean()
         scaler.scale(loss).backward()
         poison[:] = [None] * len(parameters)
-        before, weights = scaler.get_scale(), flat(parameters)
+        before = scaler.get_scale()
+        weights = flat(parameters)
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
@@ -94,23 +96,23 @@ def _train() -> dict[str, Any]:
     }
 
 
-def test_overflows_at_random(run_ranks):
+def test_training_survives_overflows_at_random(run_ranks):
     ranks = run_ranks(_train)
-    for each in ranks:
-        stats, scales = each["stats"], each["scales"]
-        assert each["at random"] == OVERFLOWS
-        assert each["skipped"] >= OVERFLOWS + 2, "the growing scale itself has overflowed"
-        assert stats["nonfinite_steps"] == each["skipped"]
-        assert stats["step"] == STEPS - each["skipped"]
+    for outcome in ranks:
+        stats, scales = outcome["stats"], outcome["scales"]
+        assert outcome["at random"] == OVERFLOWS
+        assert outcome["skipped"] >= OVERFLOWS + 2, "the growing scale itself has overflowed"
+        assert stats["nonfinite_steps"] == outcome["skipped"]
+        assert stats["step"] == STEPS - outcome["skipped"]
         assert stats["compressed_steps"] == stats["step"] - 5
         assert stats["collectives_last_pass"] == 6, "several buckets"
         assert stats["bytes_sent_last_pass"] < stats["bytes_uncompressed"] / STEPS / 2
-        assert not each["changed by a skipped step"]
+        assert not outcome["changed by a skipped step"]
         # The scale neither falls for good nor stays down: it comes back to where its own growth
         # makes it overflow.
         assert min(scales) > 1 and max(scales[-20:]) >= max(scales) / 4
-        assert each["scale of the residuals"] in scales[-2:]
-        assert sum(each["losses"][-10:]) < 0.75 * sum(each["losses"][:10])
-        assert torch.isfinite(each["weights"]).all()
+        assert outcome["scale of the residuals"] in scales[-2:]
+        assert sum(outcome["losses"][-10:]) < 0.75 * sum(outcome["losses"][:10])
+        assert torch.isfinite(outcome["weights"]).all()
     assert ranks[0]["scales"] == ranks[1]["scales"]
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "at every step"

@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_order_and_matrix(kind):
+def test_every_kind_of_strides_has_its_order_and_matrix(kind):
     tensor, order, shape = KINDS[kind]
     assert memory_order(tensor) == order
     assert matrix_shape(tensor) == shape
@@ -65,7 +65,7 @@ def test_a_size_of_1_says_nothing_about_the_order():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trips(kind):
+def test_memory_order_and_back_changes_nothing(kind):
     tensor, _, _ = KINDS[kind]
     flat = torch.arange(float(tensor.numel()))
     logical = to_logical(flat, tensor)
@@ -89,7 +89,7 @@ def test_memory_order_is_that_of_the_storage(kind):
     assert torch.equal(to_memory(tensor, tensor), in_storage)
 
 
-def test_scalars_and_empty_tensors():
+def test_scalars_and_empty_tensors_have_a_layout():
     assert memory_order(torch.tensor(1.0)) == ()
     assert to_logical(torch.ones(1), torch.tensor(1.0)).shape == ()
     assert to_memory(torch.tensor(2.0), torch.tensor(1.0)).tolist() == [2.0]
@@ -125,9 +125,7 @@ def test_the_layout_is_where_ddp_puts_the_gradients():
 
 
 def test_a_layout_that_does_not_add_up_is_an_error():
-    """Should another torch put gaps between the gradients, nothing may be compressed wrongly in
-    silence.
-    """
+    """Gaps between gradients in another torch must not be compressed wrongly in silence."""
 
     parameters = list(mlp().parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters) + 1)

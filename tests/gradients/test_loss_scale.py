@@ -1,6 +1,4 @@
-"""The residual follows a GradScaler: a scale that changes by powers of two changes no unscaled
-gradient.
-"""
+"""The residual follows a GradScaler, so that a changed scale changes no unscaled gradient."""
 
 from typing import Any
 
@@ -96,9 +94,7 @@ class Partly(Prescribed):
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_buckets_that_ddp_leaves_out_follow_the_scale(batched: bool) -> None:
-    """The scale changes while a bucket does not come at all, in a step that is finite and in one
-    that is not.
-    """
+    """Change the scale while a bucket is left out, in a good step and in a bad one."""
 
     def run(scales: list[float]) -> list[Gradients]:
         ddp = DistributedDataParallel(
@@ -146,10 +142,10 @@ NO_NUMBER = "the factor by which the loss was multiplied: a number"
 
 @pytest.mark.parametrize(
     ("scale", "text"),
-    [(each, NOT_POSITIVE) for each in (0.0, -1.0, float("inf"), float("nan"))]
-    + [(each, NO_NUMBER) for each in (None, "2", torch.ones(2))],
+    [(scale, NOT_POSITIVE) for scale in (0.0, -1.0, float("inf"), float("nan"))]
+    + [(scale, NO_NUMBER) for scale in (None, "2", torch.ones(2))],
 )
-def test_a_scale_that_is_none(scale: Any, text: str) -> None:
+def test_a_value_that_is_no_scale_is_refused(scale: Any, text: str) -> None:
     with process_group_of_one():
         ddp = wrap(SHAPES)
         commhooks.attach(

@@ -1,6 +1,4 @@
-"""`find_unused_parameters=True` where a parameter that a pass does not use still has the gradient
-of an earlier one.
-"""
+"""An earlier gradient of an unused parameter (`find_unused_parameters`) is not averaged."""
 
 import gc
 import weakref
@@ -95,9 +93,11 @@ def _accumulate(hook: str | None, sync: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("sync", [True, False])
 def test_it_counts_where_another_rank_uses_the_parameter(run_ranks: Any, sync: bool) -> None:
     exact, rounded = (run_ranks(_accumulate, hook, sync) for hook in (None, "int8"))
-    for right, found in zip(exact, rounded, strict=True):
-        for each, other in zip(right, found, strict=True):
-            assert torch.allclose(each, other, atol=0.1) and each.abs().max() > 1
+    for right, got in zip(exact, rounded, strict=True):
+        for exact_gradient, other in zip(right, got, strict=True):
+            assert (
+                torch.allclose(exact_gradient, other, atol=0.1) and exact_gradient.abs().max() > 1
+            )
 
 
 def _wrap_again() -> int:

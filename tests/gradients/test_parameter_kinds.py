@@ -1,6 +1,4 @@
-"""Parameters of every kind that a model may have: what cannot be compressed is averaged as plain
-DDP does.
-"""
+"""Parameters of every kind are averaged; what cannot be compressed, as plain DDP does."""
 
 from functools import partial
 
@@ -65,9 +63,11 @@ def all_kinds(wrapper: str | None) -> None:
         for model in (ddp, plain):
             model.zero_grad(set_to_none=True)
             _pass(model, step)
-        after, expected, found = residuals(hook), gradients(plain), gradients(ddp)
-        assert found.keys() == expected.keys() == dict(ddp.module.named_parameters()).keys()
-        for name, gradient in found.items():
+        after = residuals(hook)
+        expected = gradients(plain)
+        averaged = gradients(ddp)
+        assert averaged.keys() == expected.keys() == dict(ddp.module.named_parameters()).keys()
+        for name, gradient in averaged.items():
             assert (
                 gradient.dtype == expected[name].dtype and gradient.shape == expected[name].shape
             ), name
@@ -94,7 +94,7 @@ def all_kinds(wrapper: str | None) -> None:
 
 @complex_on_gloo
 @pytest.mark.parametrize("wrapper", [None, "bf16"])
-def test_scalars_vectors_empty_mixed_and_complex_parameters(run_ranks, wrapper):
+def test_scalars_vectors_empty_mixed_and_complex_parameters_are_averaged(run_ranks, wrapper):
     run_ranks(all_kinds, wrapper)
 
 
@@ -138,7 +138,7 @@ def sparse_embeddings(config: commhooks.HookConfig, wrapper: str | None) -> None
         (POWER_SGD, "fp16"),
     ],
 )
-def test_sparse_embeddings_as_in_plain_ddp(run_ranks, config, wrapper):
+def test_sparse_embeddings_are_averaged_as_in_plain_ddp(run_ranks, config, wrapper):
     run_ranks(sparse_embeddings, config, wrapper)
 
 
@@ -151,9 +151,7 @@ def _images(model: nn.Module, step: int) -> None:
 
 
 def channels_last() -> None:
-    """The same Q in both formats, handed over by a checkpoint: the matrices differ in the order of
-    columns only.
-    """
+    """Hand the same Q to both formats by a checkpoint: only the order of columns differs."""
     torch.manual_seed(0)
     usual = wrap(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3)))
     torch.manual_seed(0)
@@ -179,7 +177,8 @@ def channels_last() -> None:
             assert replicas_equal(ddp)
     saved, last_saved = (h.state_dict("per_rank")["parameters"] for h in (hook, last_hook))
     for name in ("0.weight", "2.weight"):  # the payload is in logical order in both cases
-        q, residual = saved[name]["q"], saved[name]["residual"][0]
+        q = saved[name]["q"]
+        residual = saved[name]["residual"][0]
         assert relative(q - last_saved[name]["q"], q) <= 1e-3, name
         assert relative(residual - last_saved[name]["residual"][0], residual) <= 1e-3, name
     assert last_hook.stats()["compressed_steps"] == 4

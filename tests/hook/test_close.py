@@ -1,6 +1,4 @@
-"""What a training leaves behind: nothing that waits for the garbage collector, or that cannot end
-in a fork.
-"""
+"""A run leaves nothing that waits for the garbage collector or hangs in a fork."""
 
 import gc
 import os
@@ -38,15 +36,16 @@ HOOKS: dict[str, Any] = {
 
 def _works_of(hook: commhooks.CommHook) -> list[weakref.ref[Any]]:
     return [
-        weakref.ref(known.work)
-        for known in session_of(hook).consensus.buckets
-        if known.work is not None
+        weakref.ref(bucket.work)
+        for bucket in session_of(hook).consensus.buckets
+        if bucket.work is not None
     ]
 
 
 def _closed() -> None:
     run = Run.new(hook_options=OPTIONS).train(3)
-    hook, works = run.hook, _works_of(run.hook)
+    hook = run.hook
+    works = _works_of(run.hook)
     before = hook.stats() | {"last_issued": None}, str(hook.plan()), hook.norms()
     gc.disable()  # what is freed is freed at once
     hook.close()
@@ -87,11 +86,15 @@ def _trained_again(close: bool) -> tuple[int, bool, list[bool]]:
         if close:
             hook.close()
         gradients = torch.cat(
-            [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+            [
+                parameter.grad.flatten()
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
         )
         others = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
         dist.all_gather(others, gradients)
-        same.append(all(torch.equal(each, gradients) for each in others))
+        same.append(all(torch.equal(other, gradients) for other in others))
         del ddp, hook
         dist.destroy_process_group(group)
         del group
@@ -109,12 +112,11 @@ def _deleted(hook: str, options: dict[str, Any]) -> list[int]:
     """Bytes of tensors before a training and after each of two."""
 
     def train() -> int:
-        function, state = hook, None
+        function = hook
+        state = None
         if hook == "drop-in":
-            function, state = (
-                commhooks.powerSGD_hook,
-                commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1),
-            )
+            function = commhooks.powerSGD_hook
+            state = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=1)
         run = Run.new(
             hook=function, hook_state=state, hook_options=options, save_residual="mean"
         ).train(4)
@@ -124,9 +126,9 @@ def _deleted(hook: str, options: dict[str, Any]) -> list[int]:
         # gloo's threads may hold a last message, here of all gradients, a moment longer. Nobody
         # collects garbage.
         deadline = time.monotonic() + 20
-        while (found := tensor_bytes()) >= 5_000 and time.monotonic() < deadline:
+        while (alive_bytes := tensor_bytes()) >= 5_000 and time.monotonic() < deadline:
             time.sleep(0.1)
-        return found
+        return alive_bytes
 
     train()  # torch imports modules in the first, whose frames stay until the garbage is collected
     gc.collect()
@@ -144,9 +146,7 @@ def test_buffers_go_with_the_model(run_ranks: Any, hook: str) -> None:
 
 
 def _destroyed(folder: str) -> list[int]:
-    """As a notebook that destroys the process group after each training, and keeps the hooks to
-    compare them.
-    """
+    """Act as a notebook that destroys the process group after each run and keeps the hooks."""
     kept: list[commhooks.CommHook] = []
     rank = dist.get_rank()
 

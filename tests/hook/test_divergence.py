@@ -1,6 +1,4 @@
-"""Replicas that drift apart are found at the next comparison, on every rank, by the name of the
-parameter.
-"""
+"""Every rank learns at the next comparison which parameter has drifted apart."""
 
 from typing import Any
 
@@ -69,7 +67,7 @@ def _equal(every: int | None) -> tuple[int, torch.Tensor]:
     return run.hook.stats()["handshakes"], run.weights()
 
 
-def test_equal_replicas_train_as_without(run_ranks: Any) -> None:
+def test_equal_replicas_train_as_without_comparisons(run_ranks: Any) -> None:
     without, every_4 = run_ranks(_equal, None), run_ranks(_equal, 4)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(without, every_4, strict=True))
     # Two small exchanges before steps 0 and 4.
@@ -77,9 +75,7 @@ def test_equal_replicas_train_as_without(run_ranks: Any) -> None:
 
 
 def _uneven() -> tuple[int, torch.Tensor]:
-    """Rank 1 runs out of data after 3 steps and shadows the others, with weights of an earlier
-    step.
-    """
+    """Rank 1 runs out of data after 3 steps and shadows the others with older weights."""
     run = Run.new(hook_options=OPTIONS, check_every=1)
     with Join([run.ddp]):
         run.train(3 if dist.get_rank() == 1 else 6)
@@ -109,7 +105,7 @@ def _nothing_to_compare() -> int:
     return hook.stats()["backward_passes"]
 
 
-def test_a_model_without_a_single_number(run_ranks: Any) -> None:
+def test_a_model_without_a_single_number_is_compared(run_ranks: Any) -> None:
     assert run_ranks(_nothing_to_compare) == [2, 2]
 
 

@@ -20,17 +20,18 @@ def _measured() -> dict[str, bool]:
         got = backward(model, random_gradients(step))
     names = [row.name for row in hook.plan().compressed]
     index = dist.get_rank() % 2
-    own = torch.cat([got[name][rows_of(name, 2, index)].flatten() for name in names])
+    gradient = torch.cat([got[name][rows_of(name, 2, index)].flatten() for name in names])
     residual = torch.cat([session_of(hook).state["residual"][name].flatten() for name in names])
-    norms, stats = hook.norms(), hook.stats()
+    norms = hook.norms()
+    stats = hook.stats()
     local = [parameter.to_local() for parameter in model.parameters()]
     shapes = {row.name: row.shape for row in hook.plan().parameters}
     return {
-        "gradient norm": abs(norms["gradient_norm"] - own.norm().item()) < 1e-10,
+        "gradient norm": abs(norms["gradient_norm"] - gradient.norm().item()) < 1e-10,
         "residual norm": abs(norms["residual_norm"] - residual.norm().item()) < 1e-10,
         "plan of the shard": shapes["first.weight"] == ((17, 20), (16, 20))[index],
         "bytes of the shard": stats["bytes_uncompressed"]
-        == 2 * 8 * sum(each.numel() for each in local),
+        == 2 * 8 * sum(shard.numel() for shard in local),
         "clocks": stats["codec_s"] > 0 and stats["waiting_s"] >= 0,
         "repr": repr(hook).endswith(
             f"attached to FSDPPrescribed, rank {dist.get_rank() // 2} of 2>"
@@ -72,10 +73,14 @@ def _deleted() -> dict[str, Any]:
     parameter = weakref.ref(next(model.parameters()))
     del model
     gc.collect()
-    found = {"repr": repr(hook), "step": hook.stats()["step"], "rows": len(hook.plan().parameters)}
+    summary = {
+        "repr": repr(hook),
+        "step": hook.stats()["step"],
+        "rows": len(hook.plan().parameters),
+    }
     del hook
     gc.collect()
-    return found | {"freed": parameter() is None}
+    return summary | {"freed": parameter() is None}
 
 
 def test_the_hook_outlives_its_model_and_both_are_freed(run_ranks: Any) -> None:

@@ -151,17 +151,17 @@ CASES: dict[
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("name", CASES)
-def test_refused_in_attach(name: str) -> None:
+def test_attach_refuses_what_cannot_work(name: str) -> None:
     make, arguments, error, sentence = CASES[name]
     with process_group_of_one():
         groups = _groups()
-        given: dict[str, Any] = {"hook": "allreduce", "replicate_group": "replicate"} | arguments
-        if "process_group" in given:
-            given |= {"process_group": groups["replicate"].get_group()}
-        if isinstance(given["replicate_group"], str):
-            given["replicate_group"] = groups[given["replicate_group"]]
+        passed: dict[str, Any] = {"hook": "allreduce", "replicate_group": "replicate"} | arguments
+        if "process_group" in passed:
+            passed |= {"process_group": groups["replicate"].get_group()}
+        if isinstance(passed["replicate_group"], str):
+            passed["replicate_group"] = groups[passed["replicate_group"]]
         with pytest.raises(error, match=sentence):
-            commhooks.attach(make(groups), **given)
+            commhooks.attach(make(groups), **passed)
 
 
 def _attach(group: str, hook: str) -> str:
@@ -258,8 +258,10 @@ def _detached() -> dict[str, bool]:
     first = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
     backward(model, random_gradients(0))
     first.detach()
-    own = backward(model, random_gradients(1))
-    alone = all(torch.equal(own[name], gradient) for name, gradient in random_gradients(1).items())
+    gradients = backward(model, random_gradients(1))
+    alone = all(
+        torch.equal(gradients[name], gradient) for name, gradient in random_gradients(1).items()
+    )
     second = commhooks.attach(model, "allreduce", replicate_group=mesh["replicate"])
     first.detach()  # it is not there any more, and takes nothing off
     first.close()
@@ -296,7 +298,7 @@ def _said() -> list[str]:
     return lines
 
 
-def test_one_rank_of_the_model_speaks(run_ranks: Any) -> None:
+def test_one_rank_of_the_model_logs(run_ranks: Any) -> None:
     first, *others = run_ranks(_said, world_size=4)
     assert others == [[], [], []]
     assert sum("begins at step 9, but" in line for line in first) == 1

@@ -1,6 +1,4 @@
-"""Process groups that torch did not make: one that does not number its ranks is refused, and those
-of torchft, where it is installed, average as torch's own do.
-"""
+"""Groups of torchft average as torch's own; a group that does not number its ranks is refused."""
 
 from datetime import timedelta
 from typing import Any
@@ -51,19 +49,19 @@ def _trained(group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Weights and residuals after three steps, with DDP and once with FSDP2. The hook averages over
     `group`; None: over a group of torch.
     """
-    found = {}
+    results = {}
     mesh = mesh_of(2, 1)
     for hook, options in HOOKS.items():
         ddp = DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
         attached = commhooks.attach(ddp, hook, process_group=group, **options)
-        found[hook] = _train(ddp, attached)
+        results[hook] = _train(ddp, attached)
         saved = attached.state_dict("mean")
         assert saved["world_size"] == 2 and saved.get("exact", True)
     sharded = shard(make_model(), mesh["shard"])
     attached = commhooks.attach(
         sharded, "int8", replicate_group=group or mesh["replicate"], **HOOKS["int8"]
     )
-    return found | {"sharded": _train(sharded, attached)}
+    return results | {"sharded": _train(sharded, attached)}
 
 
 def _train(model: torch.nn.Module, hook: commhooks.CommHook) -> dict[str, torch.Tensor]:

@@ -1,6 +1,4 @@
-"""Parameters that are trained and that nothing averages: rank 0 says so once, and names the
-first.
-"""
+"""Rank 0 says once, by name, which trained parameters nothing averages."""
 
 import time
 from typing import Any
@@ -41,7 +39,9 @@ def _trained(hook: str, change: str) -> list[str]:
 
 @pytest.mark.parametrize("hook", ["powerSGD", "bf16", "diloco"])
 @pytest.mark.parametrize("change", ["unfrozen", "added", "none"])
-def test_parameters_that_are_trained_after_attach(run_ranks: Any, hook: str, change: str) -> None:
+def test_parameters_that_are_trained_after_attach_are_named_once(
+    run_ranks: Any, hook: str, change: str
+) -> None:
     on_0, on_1 = run_ranks(_trained, hook, change)
     first = {"unfrozen": "0.weight", "added": "5.weight"}
     assert [line.startswith(LATE.format(first[change])) for line in on_0] == (
@@ -63,7 +63,9 @@ def _not_sharded(ignored: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_parameters_that_are_trained_and_not_sharded(run_ranks: Any, ignored: bool) -> None:
+def test_parameters_that_are_trained_and_not_sharded_are_named_once(
+    run_ranks: Any, ignored: bool
+) -> None:
     on_0, on_1 = run_ranks(_not_sharded, ignored)
     expected = (
         "commhooks: even.weight: trained, but not sharded, so their gradients are not averaged"

@@ -1,6 +1,4 @@
-"""Messages of runs with many ranks: short, and true for a dry run with a fake process group, which
-sends nothing.
-"""
+"""Messages of runs with many ranks are short, and true for a dry run with a fake group."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +27,7 @@ def test_a_list_shows_eight_values():
 
 def _supports(*differing: KernelSupport) -> list[KernelSupport]:
     return [KernelSupport(build="a") for _ in range(RANKS - len(differing) * 20)] + [
-        each for each in differing * 20
+        offer for offer in differing * 20
     ]
 
 

@@ -101,13 +101,13 @@ NOTHING: dict[
 
 
 def nothing_compressed() -> list[dict[str, Any]]:
-    found = []
+    results = []
     for hook, arguments in NOTHING.items():
         ddp = wrap(mlp())
         attached = commhooks.attach(ddp, hook, **arguments)
         train(ddp, 4)
-        found.append(attached.stats() | {"exact": attached.state_dict("mean")["exact"]})
-    return found
+        results.append(attached.stats() | {"exact": attached.state_dict("mean")["exact"]})
+    return results
 
 
 def test_a_hook_that_compresses_no_parameter_counts_no_compressed_step(run_ranks):
@@ -143,10 +143,8 @@ def times_that_nobody_knows() -> list[dict[str, Any]]:
 
 def test_times_that_nobody_knows_are_none(run_ranks):
     for *stats, of_a_user, on_an_accelerator in run_ranks(times_that_nobody_knows):
-        for each in stats:
-            assert [each[name] for name in each if "codec" in name or "waiting" in name] == [
-                None
-            ] * 4
+        for row in stats:
+            assert [row[name] for name in row if "codec" in name or "waiting" in name] == [None] * 4
         assert of_a_user.keys() == {"commhooks/gradient_norm"}
         # No residual either: compression has not begun.
         unknown = ("codec_ms", "waiting_ms", *OF_OTHERS, "residual_norm", "residual_over_gradient")
@@ -177,18 +175,18 @@ def norms() -> dict[str, Any]:
             for name, entry in parameters.items()
             if entry.get("residual") is not None
         }
-        found = {name: float(g.double().norm()) for name, g in gradients(ddp).items()}
+        norms = {name: float(g.double().norm()) for name, g in gradients(ddp).items()}
         if kind == "batched":
             residuals = {
                 n: float(r.double().norm()) for n, r in session_of(hook).state["residual"].items()
             }
-        out[kind] = {"norms": hook.norms(), "residuals": residuals, "gradients": found}
+        out[kind] = {"norms": hook.norms(), "residuals": residuals, "gradients": norms}
         ddp.zero_grad(set_to_none=True)
         out[kind, "after zero_grad"] = hook.norms()
     return out
 
 
-def test_norms(run_ranks):
+def test_norms_are_those_of_gradient_and_residual(run_ranks):
     ranks = run_ranks(norms)
     # each rank has its own
     assert ranks[0]["powerSGD"]["residuals"] != ranks[1]["powerSGD"]["residuals"]
@@ -222,7 +220,8 @@ def test_norms(run_ranks):
 def readings() -> list[Any]:
     ddp = wrap(mlp())
     hook = commhooks.attach(ddp, "powerSGD", hook_options=POWERSGD | {"start_powerSGD_iter": 2})
-    meter, out = Meter(), []
+    meter = Meter()
+    out = []
     train(ddp, 2)
     out.append((meter.read(hook), hook.stats()))
     train(ddp, 3, first_step=2)
@@ -231,7 +230,7 @@ def readings() -> list[Any]:
     return out
 
 
-def test_a_meter_tells_what_happened_since_the_last_reading(run_ranks):
+def test_a_meter_counts_from_the_last_reading(run_ranks):
     for (first, one), (second, two), (third, _) in run_ranks(readings):
         names = {f"commhooks/{name}" for name in NAMES} - {
             f"commhooks/{name}" for name in OF_OTHERS

@@ -43,11 +43,13 @@ def _all() -> dict[str, Any]:
 def test_no_hook_is_plain_ddp(run_ranks: Any) -> None:
     for rank in run_ranks(_all):
         for hook in map(str, NONE):
-            found = rank[hook]
-            assert torch.equal(found["weights"], rank["plain"])
-            assert found["stats"]["hook"] == found["name"] == "none"
-            assert found["stats"]["bytes_sent"] is None and found["stats"]["backward_passes"] == 0
-            assert "8 parameters, " in found["plan"]
+            outcome = rank[hook]
+            assert torch.equal(outcome["weights"], rank["plain"])
+            assert outcome["stats"]["hook"] == outcome["name"] == "none"
+            assert (
+                outcome["stats"]["bytes_sent"] is None and outcome["stats"]["backward_passes"] == 0
+            )
+            assert "8 parameters, " in outcome["plan"]
 
 
 def _said(hook: Any, **options: Any) -> list[str]:
@@ -74,9 +76,7 @@ def test_rank_0_says_once_that_there_is_no_hook(run_ranks: Any) -> None:
 
 
 def _differently() -> tuple[str, str]:
-    """The error if only some ranks have a hook; the hook of replicas of shards, which nobody else
-    averages.
-    """
+    """Return the error if only some ranks have a hook, and the averages of replicas of shards."""
     with pytest.raises(commhooks.AttachError) as caught:
         commhooks.attach(wrap(mlp()), "powerSGD" if dist.get_rank() else None)
     return str(caught.value), attached(2, 1, None)[1].name
@@ -88,7 +88,7 @@ def test_on_some_ranks_it_is_an_error_and_shards_are_averaged_all_the_same(run_r
         assert name == "allreduce"
 
 
-def test_what_cannot_be_done_without_a_hook() -> None:
+def test_a_call_that_needs_a_hook_is_an_error_without_one() -> None:
     with process_group_of_one():
         hook = commhooks.attach(wrap(mlp()), None)
         saved = commhooks.attach(wrap(mlp()), "powerSGD").state_dict()
@@ -101,8 +101,7 @@ def test_what_cannot_be_done_without_a_hook() -> None:
             commhooks.register_hook(name, lambda options, group: (None, print))
 
 
-# ---- noop
-# --------------------------------------------------------------------------------------------------
+# ---- noop ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("typo", ["nop", "noopp", "non", "nope"])
@@ -116,7 +115,7 @@ def test_noop_is_offered_to_nobody(typo: str) -> None:
 
 def _noop() -> dict[str, Any]:
     run = Run.new(hook="noop")
-    with log_lines(level=logging.WARNING) as said:
+    with log_lines(level=logging.WARNING) as warned:
         run.train(2)
     saved = run.save()["hook"]
     with log_lines(level=logging.WARNING) as loaded:
@@ -126,7 +125,7 @@ def _noop() -> dict[str, Any]:
         quiet.hook.quiet()
         quiet.train(1)
     return {
-        "said": said,
+        "said": warned,
         "loaded": loaded,
         "unsaid": unsaid,
         "saved": saved,

@@ -1,6 +1,4 @@
-"""Gradients that are not finite, and no GradScaler that skips the step: one warning with the rank
-and the parameter.
-"""
+"""If no GradScaler skips a non-finite step, one warning names the rank and the parameter."""
 
 from typing import Any
 
@@ -39,7 +37,11 @@ def _trained(
             scaler.scale(loss).backward()
             if bad == "guarded":
                 norm = nn.utils.get_total_norm(
-                    [each.grad for each in model.parameters() if each.grad is not None]
+                    [
+                        parameter.grad
+                        for parameter in model.parameters()
+                        if parameter.grad is not None
+                    ]
                 )
                 if norm.isfinite():
                     optimizer.step()
@@ -48,7 +50,7 @@ def _trained(
                 scaler.update()
             optimizer.zero_grad()
         made.close()
-    return lines, float(sum(each.sum() for each in model.parameters()))
+    return lines, float(sum(parameter.sum() for parameter in model.parameters()))
 
 
 NAMED = (
@@ -82,7 +84,7 @@ def test_a_grad_scaler_that_skips_needs_no_warning(run_ranks: Any, bad: str, war
     assert len(on_0) == warns and (end != end) == warns
 
 
-def test_hooks_that_send_nothing_or_do_not_average_gradients(run_ranks: Any) -> None:
+def test_hooks_that_send_nothing_or_do_not_average_gradients_do_not_warn(run_ranks: Any) -> None:
     for hook, options in (("noop", {}), ("diloco", {"hook_options": {"sync_every": 2}})):
         assert [lines for lines, _ in run_ranks(_trained, hook, "ruined", {}, options)] == [[], []]
 
@@ -107,7 +109,7 @@ def test_hooks_that_send_nothing_or_do_not_average_gradients(run_ranks: Any) -> 
         ("fp16", "overflow", {}, "on rank 1 (0.weight), so"),
     ],
 )
-def test_the_modes_of_ddp(
+def test_a_bad_step_is_named_in_every_mode_of_ddp(
     run_ranks: Any, hook: str, bad: str, ddp: dict[str, Any], blame: str
 ) -> None:
     (on_0, _), _ = run_ranks(_trained, hook, bad, ddp, {})
@@ -122,7 +124,7 @@ def _overflow() -> list[str]:
     return lines
 
 
-def test_an_overflow_on_the_wire_alone(run_ranks: Any) -> None:
+def test_an_overflow_on_the_wire_alone_is_named_as_such(run_ranks: Any) -> None:
     (line,), others = run_ranks(_overflow)
     assert (
         "of backward pass 1 are not finite once they are added up or rounded for the wire, so"
@@ -144,7 +146,7 @@ def _of_shards(hook: str) -> list[str]:
 
 
 @pytest.mark.parametrize("hook", ["int8", "bf16"])
-def test_on_shards(run_ranks: Any, hook: str) -> None:
+def test_a_bad_step_is_named_on_shards(run_ranks: Any, hook: str) -> None:
     lines = run_ranks(_of_shards, hook, world_size=4)
     (line,) = sum(lines, [])
     assert (

@@ -1,6 +1,4 @@
-"""The plan of a model: what is compressed, why not, bytes and memory, from shapes and options
-alone.
-"""
+"""A plan says from shapes and options alone what is compressed, why not, bytes and memory."""
 
 import dataclasses
 from typing import Any
@@ -56,7 +54,7 @@ def _lstm_of_wikitext() -> list[tuple[int, ...]]:
     ],
     ids=["ResNet-18", "LSTM"],
 )
-def test_as_many_times_fewer_bytes_as_in_the_paper(
+def test_as_many_times_fewer_bytes_are_sent_as_in_the_paper(
     shapes: list[tuple[int, ...]], ratios: dict[int, float]
 ) -> None:
     """Vogels et al. 2019, arXiv 1905.13727. The paper has no flag per matrix, which the plan counts
@@ -100,7 +98,7 @@ def _plan(parameter: torch.Tensor, rank: int = 1, min_rate: float = 2, sparse: b
         (torch.zeros(1, 1000), {"min_rate": 0.1}, "saves only 1x (min_compression_rate=0.1)"),
     ],
 )
-def test_reasons(parameter, arguments, reason):
+def test_a_reason_is_given_for_what_is_not_compressed(parameter, arguments, reason):
     plan = _plan(parameter, **arguments)
     assert not plan.compressed and plan.reason == reason
     assert plan.numel_sent == plan.numel == parameter.numel() * (2 if parameter.is_complex() else 1)
@@ -127,7 +125,7 @@ def test_reasons(parameter, arguments, reason):
         (torch.zeros(64, 64, dtype=torch.bfloat16), {}, (64, 64, 1)),
     ],
 )
-def test_matrices(parameter, arguments, matrix):
+def test_parameters_are_seen_as_matrices(parameter, arguments, matrix):
     plan = _plan(parameter, **arguments)
     assert (plan.n, plan.m, plan.rank) == (matrix or (0, 0, 0))
     assert plan.compressed == (matrix is not None) == (plan.reason == "")
@@ -150,7 +148,7 @@ def test_the_limit_is_that_of_torch():
 # bytes
 
 
-def test_bytes_of_a_model():
+def test_the_bytes_of_a_model_are_counted():
     plan = ModelPlan(
         "powerSGD",
         (
@@ -202,8 +200,7 @@ def test_names_are_shown_whole_and_as_they_are():
     assert row == ["[bold]x", "512x512", "512", "x", "512", "1", "1.049", row[-1]]
 
 
-# ---- before there is a process group, as for `commhooks plan`
-# -------------------------------------------------------
+# ---- before there is a process group, as for `commhooks plan` ------------------------------------
 
 
 def plan_of(
@@ -226,7 +223,7 @@ HOOKS: dict[str, Any] = {
     ("name", "wrapper"),
     [*((name, None) for name in HOOKS), ("rank 2", "bf16"), ("allreduce", "bf16")],
 )
-def test_the_same_as_the_attached_hook(name: str, wrapper: str | None) -> None:
+def test_a_plan_is_that_of_the_attached_hook(name: str, wrapper: str | None) -> None:
     cap = 0.003
     early = plan_of(mlp(), HOOKS[name], wrapper)
     with process_group_of_one():
@@ -234,7 +231,8 @@ def test_the_same_as_the_attached_hook(name: str, wrapper: str | None) -> None:
         hook = commhooks.attach(ddp, HOOKS[name], wrapper=wrapper)
         for step in range(2):
             backward(ddp, step)
-        sent, late = hook.stats()["bytes_sent_last_pass"], hook.plan()
+        sent = hook.stats()["bytes_sent_last_pass"]
+        late = hook.plan()
     assert early.parameters == late.parameters
     for one in (
         "bytes_before",
@@ -306,7 +304,7 @@ def _trained(
     for step in range(4):
         backward(ddp, step)
     session = session_of(hook)
-    return hook, session.state, [known.work for known in session.consensus.buckets if known.work]
+    return hook, session.state, [bucket.work for bucket in session.consensus.buckets if bucket.work]
 
 
 FROM_0: dict[str, Any] = {"start_powerSGD_iter": 0}
@@ -334,7 +332,7 @@ def test_the_memory_that_is_planned_is_taken(
     assert planned.factors == kept + sum(
         _size(x.products._p) + _size(x.products._q) for x in kernels
     )
-    assert planned.copies == sum(_size(x.own_deltas) for x in kernels)
+    assert planned.copies == sum(_size(x.copies) for x in kernels)
     packed = _size(x.work.buffer for x in kernels)
     if isinstance(config, commhooks.BatchedPowerSGD):
         # A bucket that is not compressed is counted with them: an upper bound.
@@ -364,7 +362,7 @@ def test_the_native_kernel_takes_no_more_than_is_planned(rank: int) -> None:
     assert planned.packed == _size(x.work.buffer for x in kernels)
 
 
-def test_kinds_of_parameters() -> None:
+def test_reasons_fit_every_kind_of_parameter() -> None:
     plan = plan_of(Net(), commhooks.PowerSGD(start_powerSGD_iter=0, exclude=["head*"]))
     reasons = {p.name: p.reason for p in plan.parameters}
     assert reasons["embed.weight"] == "excluded by 'head*'"  # by its second name

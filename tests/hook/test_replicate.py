@@ -1,6 +1,4 @@
-"""Models that `torch.distributed._composable` has replicated, by `replicate` and where torch has it
-by `replicate_with_fsdp`: hooked, saved and resumed.
-"""
+"""Models of `torch.distributed._composable.replicate` are compressed, saved and resumed."""
 
 from typing import Any
 
@@ -41,11 +39,11 @@ def _new(
         )
 
         mesh = mesh_of(dist.get_world_size(), 1)
-        own = mesh["replicate" if hook == "native" else "shard"]
+        mesh_of_model = mesh["replicate" if hook == "native" else "shard"]
         for layer in model:
             if any(True for _ in layer.parameters()):
-                replicate_with_fsdp(layer, mesh=own)
-        replicate_with_fsdp(model, mesh=own)
+                replicate_with_fsdp(layer, mesh=mesh_of_model)
+        replicate_with_fsdp(model, mesh=mesh_of_model)
         options |= {"replicate_group": mesh["replicate"]}
     return model, None if hook == "native" else commhooks.attach(model, hook, **options)
 
@@ -86,7 +84,8 @@ def _run(kind: str) -> dict[str, Any]:
         )
     model, hook = _new(kind, "powerSGD", hook_options=OPTIONS)
     _train(model, range(2))
-    saved, weights = hook.state_dict("distributed"), _weights(model)
+    saved = hook.state_dict("distributed")
+    weights = _weights(model)
     after = _train(model, range(2, 4))
     resumed = []
     for other in (kind, "DDP"):

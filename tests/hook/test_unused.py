@@ -1,6 +1,4 @@
-"""A training that ends and has not used its hook: one warning with the numbers, on one rank, and
-none where it would be wrong.
-"""
+"""A run that has not used its hook ends with one warning on one rank, and never a wrong one."""
 
 import os
 import subprocess
@@ -90,7 +88,7 @@ def _trained(hook: Any, options: dict[str, Any] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_a_training_that_has_not_used_its_hook(run_ranks: Any, name: str) -> None:
+def test_a_run_that_has_not_used_its_hook_is_warned_about(run_ranks: Any, name: str) -> None:
     hook, options, expected = UNUSED[name]
     on_0, on_1 = run_ranks(_trained, hook, options)
     assert on_0 == ([expected] if expected else []) and on_1 == []
@@ -123,7 +121,7 @@ NOT_CALLED = [(way, "powerSGD") for way in ("another wrapper", "no_sync", "evalu
 @pytest.mark.parametrize(
     ("way", "hook"), [*NOT_CALLED, ("no_sync", "tests.hook.test_unused:users_hook")]
 )
-def test_a_hook_that_was_never_called(run_ranks: Any, way: str, hook: str) -> None:
+def test_a_hook_that_was_never_called_is_warned_about(run_ranks: Any, way: str, hook: str) -> None:
     on_0, on_1 = run_ranks(_not_called, way, hook)
     called = (
         f"commhooks: hook {hook!r} was never called in 3 backward passes of its model, and has"
@@ -136,9 +134,7 @@ def test_a_hook_that_was_never_called(run_ranks: Any, way: str, hook: str) -> No
 
 
 def _replaced() -> list[str]:
-    """A hook that has not begun; then another one of the same parameters, which fails in its first
-    pass.
-    """
+    """Attach a hook that has not begun, then another one that fails in its first pass."""
     with log_lines("commhooks.hook.unused") as lines:
         model = mlp()
         replaced = commhooks.attach(first := wrap(model), "powerSGD")
@@ -153,7 +149,7 @@ def _replaced() -> list[str]:
     return lines
 
 
-def test_a_hook_that_was_replaced_or_has_failed(run_ranks: Any) -> None:
+def test_a_hook_that_was_replaced_or_has_failed_is_not_warned_about(run_ranks: Any) -> None:
     assert run_ranks(_replaced) == [[], []]
 
 
@@ -162,9 +158,7 @@ def users_hook(state: Any, bucket: Any) -> Any:
 
 
 def _silent() -> list[str]:
-    """An exception ends the training; a training in a forked process; a training that goes on in
-    another process group; a quiet hook; a training announced as too short.
-    """
+    """Run what must stay silent: an exception, a fork, another group, a quiet hook, a short run."""
     with log_lines("commhooks.hook.unused") as lines:
 
         def trained(**attach: Any) -> tuple[DistributedDataParallel, commhooks.CommHook]:
@@ -197,12 +191,12 @@ def _silent() -> list[str]:
     return lines
 
 
-def test_where_it_would_be_wrong_or_said_before(run_ranks: Any) -> None:
+def test_no_warning_is_wrong_or_repeated(run_ranks: Any) -> None:
     on_0, on_1 = run_ranks(_silent)
     assert [line.split(":")[1] for line in on_0] == [
         " hook 'powerSGD' has compressed nothing in 1 backward passes",
         (
-            " hook 'powerSGD' begins at step 1, but this training ends at step 1, so that it has no"
+            " hook 'powerSGD' begins at step 1, but this run ends at step 1, so that it has no"
             " effect. Set start_powerSGD_iter to a smaller number."
         ),
     ]
@@ -210,18 +204,18 @@ def test_where_it_would_be_wrong_or_said_before(run_ranks: Any) -> None:
 
 
 def _of_shards() -> list[list[str]]:
-    found = []
+    results = []
     for end in ("close", "detach"):
         with log_lines("commhooks.hook.unused") as lines:
             model, hook = attached(2, 2, commhooks.PowerSGD(start_powerSGD_iter=9))
             sharded_backward(model, random_gradients(0))
             getattr(hook, end)()
             hook.close()
-        found.append(lines)
-    return found
+        results.append(lines)
+    return results
 
 
-def test_on_shards_and_a_detached_hook(run_ranks: Any) -> None:
+def test_shards_are_warned_about_and_a_detached_hook_is_not(run_ranks: Any) -> None:
     (closed, detached), *others = run_ranks(_of_shards, world_size=4)
     assert (
         len(closed) == 1
@@ -261,7 +255,7 @@ WARNS = {"end": True, "the model is gone": True, "exception": False, "replaced":
 
 
 @pytest.mark.parametrize("end", WARNS)
-def test_the_end_of_the_process(tmp_path: Path, end: str) -> None:
+def test_the_warning_comes_at_the_end_of_the_process_too(tmp_path: Path, end: str) -> None:
     ranks = [
         subprocess.Popen(
             [warm.python(), "-c", SCRIPT, str(rank), str(tmp_path), end],
@@ -270,7 +264,7 @@ def test_the_end_of_the_process(tmp_path: Path, end: str) -> None:
         )
         for rank in range(2)
     ]
-    on_0, on_1 = (each.communicate(timeout=120)[1] for each in ranks)
+    on_0, on_1 = (process.communicate(timeout=120)[1] for process in ranks)
     assert (
         on_0.count("hook 'powerSGD' has compressed nothing in 2 backward passes") == WARNS[end]
     ), on_0

@@ -89,23 +89,23 @@ def attached_in_some_way(hook: Any, arguments: dict[str, Any], factor: float, na
         commhooks.register_hook("scaled", scaled_factory)
     try:
         ddp = wrap(mlp())
-        given = {
+        passed = {
             key: dict(value) if isinstance(value, dict) else value
             for key, value in arguments.items()
         }
-        attached = commhooks.attach(ddp, hook, **given)
+        attached = commhooks.attach(ddp, hook, **passed)
         assert attached.name == name
         assert max(errors_of_means(ddp, 2, factor)) <= 1e-6
         stats = attached.stats()
         # only the hook itself knows
         assert stats["backward_passes"] == 2 and stats["bytes_sent"] is None
-        assert given == arguments  # the factory has taken its option out of a copy
+        assert passed == arguments  # the factory has taken its option out of a copy
     finally:
         registry.FACTORIES.clear()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_a_users_hook(run_ranks, way):
+def test_a_users_hook_is_found_in_every_way(run_ranks, way):
     run_ranks(attached_in_some_way, *WAYS[way])
 
 
@@ -187,9 +187,7 @@ def _functions_of_ours() -> tuple[dict[str, int], bool, list[str]]:
 
 
 def test_a_function_of_ours_is_the_hook_of_that_name(run_ranks: Any) -> None:
-    """With a state, too: it has the model's names for the parameters, and resumes the hook of that
-    name.
-    """
+    """With a state, too, it knows the parameters' names and resumes the hook of that name."""
     for sent, equal, resumed in run_ranks(_functions_of_ours):
         assert list(sent) == ["allreduce", "bf16_compress", "powerSGD"]
         assert sent["allreduce"] == 2 * sent["bf16_compress"] > 0
@@ -239,7 +237,7 @@ def _sub_group() -> torch.Tensor | None:
     ddp = wrap(mlp(), process_group=pair)
     commhooks.attach(ddp, commhooks.powerSGD_hook, hook_state=commhooks.PowerSGDState(None, 2, 0))
     train(ddp, 1)
-    return torch.cat([each.detach().flatten() for each in ddp.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
 
 
 def test_the_group_of_a_state_is_the_models_own(run_ranks: Any) -> None:
@@ -284,7 +282,8 @@ def recording_average(
 
 
 def averages_in_16_bits(how: str) -> None:
-    ddp, seen = wrap(mlp()), set()
+    ddp = wrap(mlp())
+    seen = set()
     HOW[how](ddp, recording_average, seen)
     dtype, rounding = DTYPES[how[-4:]]
     assert 1e-6 < max(errors_of_means(ddp, 2)) <= rounding  # a wire of 16 bits must show
@@ -292,7 +291,7 @@ def averages_in_16_bits(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", list(HOW)[1:])
-def test_a_users_hook_inside_a_wrapper(run_ranks, how):
+def test_a_users_hook_works_inside_a_wrapper(run_ranks, how):
     run_ranks(averages_in_16_bits, how)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
-from commhooks.members.lighthouse import Heartbeats
+from commhooks.members.heartbeats import Heartbeats
 from commhooks.members.lines import Lines
 from tests.support.machines import lighthouse
 
@@ -43,7 +43,7 @@ def test_no_thread_of_a_native_client_outlives_the_interpreter() -> None:
 
 
 def _heartbeats() -> Heartbeats:
-    return Heartbeats("a:1", 60.0, mock.Mock(), Lines(logs=True))
+    return Heartbeats(lambda: 60.0, mock.Mock(), lambda: False, Lines(logs=True))
 
 
 def test_a_machine_knows_when_its_torchrun_is_gone() -> None:
@@ -60,16 +60,18 @@ def test_a_machine_knows_when_its_torchrun_is_gone() -> None:
         assert heartbeats.orphaned is orphaned
 
 
-def test_heartbeats_before_the_first_request_end_after_a_while() -> None:
-    """A machine that loads data for an hour before its first step is not waited for."""
-    client = mock.Mock()
-    heartbeats = Heartbeats("a:1", 0.6, lambda: client, Lines(logs=True))
-    time.sleep(1.8)
-    sent = client.heartbeat.call_count
-    assert sent
-    time.sleep(0.8)
-    assert client.heartbeat.call_count == sent
+@pytest.mark.parametrize("others_train", [False, True])
+def test_heartbeats_before_the_first_request(others_train: bool) -> None:
+    """A machine that loads data for an hour before its first step is not waited for; while others
+    train, not even at first.
+    """
+    sender, sending = mock.Mock(), []
+    sender.shutdown.side_effect = lambda: sending.append(False)
+    new_sender = lambda: (sending.append(True), sender)[1]  # noqa: E731
+    heartbeats = Heartbeats(lambda: 0.8, new_sender, lambda: others_train, Lines(logs=True))
+    time.sleep(2.2)
+    assert sending == ([] if others_train else [True, False])
     heartbeats.asking(True)
     time.sleep(0.8)
     heartbeats.stop()
-    assert client.heartbeat.call_count > sent
+    assert sending[-1]

@@ -3,6 +3,7 @@ hanging, strangers.
 """
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,13 @@ pytest.importorskip("torchft", reason="torchft is not installed")
 
 from torchft.coordination import LighthouseClient, LighthouseServer
 
-from commhooks.members.lighthouse import Lighthouse
+from commhooks.members.lighthouse import Absent, Lighthouse, id_of, next_name
 from commhooks.members.lines import Lines
 from commhooks.members.peers import Connections
+from commhooks.members.quorum import read_all
 from commhooks.members.report import Report
 from commhooks.members.state_server import StateServer
-from commhooks.members.steps import read_all
+from commhooks.members.status_page import machines_at
 
 DEAD_S = 5.0
 
@@ -30,11 +32,22 @@ class Simulated:
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self.id, self.number = f"{name}:1", 0
-        self.lighthouse = Lighthouse(address, self.id, "127.0.0.1:1", timeout_s, Lines(logs=True))
+        status = {"id": self.id}
+        self.server = StateServer("127.0.0.1", 60.0, lambda: status, self.waited_for)
+        self.lighthouse = Lighthouse(
+            address,
+            self.id,
+            self.server.address,
+            "127.0.0.1:1",
+            lambda: timeout_s,
+            Lines(logs=True),
+        )
         heartbeats = self.lighthouse.heartbeats
-        self.server = StateServer("127.0.0.1", 60.0, lambda: {"id": self.id}, heartbeats.waited_for)
         self.passes = 0
         heartbeats.passes = lambda: self.passes
+
+    def waited_for(self) -> None:
+        self.lighthouse.heartbeats.waited_for()
 
     def ask(self, limit_s: float | None = 20.0) -> list[Report] | None:
         self.number += 1
@@ -170,6 +183,73 @@ def test_what_another_job_sends_is_ignored(machine: Callable[..., Simulated]) ->
     reports, strangers = read_all(quorum)
     assert reports == [report]
     assert sorted(strangers) == [f"'other_{number}:9' of another job" for number in range(3)]
+
+
+def test_a_machine_that_has_died_is_not_waited_for(machine: Callable[..., Simulated]) -> None:
+    """Its heartbeats still count for 5 s, but its sockets are closed."""
+    a, b, c = machine("a"), machine("b"), machine("c")
+    time.sleep(0.7)
+    together(a, b, c)
+    b.server.close()
+    began = time.monotonic()
+    for _ in range(3):
+        assert list(map(names, together(a, c))) == ["ab!c", "ab!c"]
+    assert time.monotonic() - began < 2.0 < DEAD_S
+
+
+def test_a_machine_that_was_declared_dead_wrongly_comes_back(
+    machine: Callable[..., Simulated],
+) -> None:
+    """Once only: its sockets then no longer count against it."""
+    a, b = machine("a"), machine("b")
+    time.sleep(0.7)
+    together(a, b)
+    a.lighthouse.has_died(b.id)
+    assert names(a.ask()) == "ab!"
+    back = threading.Thread(target=lambda: [b.ask(), b.ask()])
+    back.start()
+    began = time.monotonic()
+    while not {"a", "b"} <= set(names(a.ask()).replace("b!", "")):
+        a.lighthouse.has_died(b.id)
+        assert time.monotonic() - began < 10
+    a.lighthouse.has_died(b.id)
+    back.join(0.5)
+    if back.is_alive():
+        a.ask()
+        back.join()
+    assert list(map(names, together(a, b))) == ["abb!", "abb!"]
+
+
+def test_heartbeats_do_not_need_the_gil(machine: Callable[..., Simulated]) -> None:
+    a = machine("a")
+    assert names(a.ask()) == "a"
+    time.sleep(0.7)
+    ctypes.PyDLL(None).usleep(1_500_000)  # holds the GIL, unlike CDLL
+    (listed,) = machines_at(machine.address)  # type: ignore[attr-defined]
+    assert (listed.id, listed.server) == (a.id, a.server.address)
+    assert listed.heartbeat_s < 1.0
+
+
+def test_whom_a_machine_answers_for() -> None:
+    absent = Absent()
+    absent.seen([("a:1", False), ("b:1", True), ("c#x:1", False)], now=10.0)
+    assert absent.names(15.9) == ["b:1"] and absent.names(16.1) == []
+    assert absent.has_died("c#x:1", now=20.0) == "c#x:1" and absent.names(25.9) == ["c#x:1"]
+    again = next_name("c#x:1")
+    assert again == "c#x:1#1" and next_name(again) == "c#x:1#2" and id_of(again) == "c#x:1"
+    absent.seen([(again, False)], now=21.0)
+    assert absent.has_died("c#x:1", now=22.0) is None, "it was wrong before"
+
+
+def test_the_page_of_the_lighthouse_says_that_others_train(
+    machine: Callable[..., Simulated],
+) -> None:
+    """So a machine that starts is not waited for before its first request."""
+    a, b = machine("a"), machine("b")
+    assert not a.lighthouse._others_train()
+    assert names(a.ask()) == "a"
+    time.sleep(0.7)
+    assert b.lighthouse._others_train()
 
 
 def _quorum_of(client: Any, id: str, ask: dict[str, Any]) -> None:

@@ -1,6 +1,4 @@
-"""The options of a hook: Python, YAML, the environment, flags and LightningCLI take and refuse the
-same values.
-"""
+"""Python, YAML, the environment, flags and LightningCLI take and refuse the same values."""
 
 import contextlib
 import dataclasses
@@ -122,12 +120,12 @@ def test_all_channels_take_and_refuse_the_same(
                 raised.value
             )
         else:
-            found = getattr(channel(name, value, tmp_path), name)
+            value_read = getattr(channel(name, value, tmp_path), name)
             wanted = value if expected is OK else expected
             assert (
-                found == wanted
-                and type(found) is type(wanted)
-                and (found is not value or type(value) is not list)
+                value_read == wanted
+                and type(value_read) is type(wanted)
+                and (value_read is not value or type(value) is not list)
             )
 
 
@@ -152,8 +150,8 @@ def test_numbers_of_numpy_are_those_of_python(
             with pytest.raises(HookConfigError, match=f"expected {expected}"):
                 channel(name, value, tmp_path)
         else:
-            found = getattr(channel(name, value, tmp_path), name)
-            assert found == expected and type(found) is type(expected)
+            value_read = getattr(channel(name, value, tmp_path), name)
+            assert value_read == expected and type(value_read) is type(expected)
 
 
 def test_arguments_of_all_front_ends_take_numbers_of_numpy() -> None:
@@ -165,8 +163,13 @@ def test_arguments_of_all_front_ends_take_numbers_of_numpy() -> None:
         check_every=np.int32(4),
         ranks_per_node=np.uint8(2),
     )
-    found = (request.strict, request.total_steps, request.check_every, request.ranks_per_node)
-    assert found == (False, 9, 4, 2) and [type(each) for each in found] == [bool, int, int, int]
+    arguments = (request.strict, request.total_steps, request.check_every, request.ranks_per_node)
+    assert arguments == (False, 9, 4, 2) and [type(argument) for argument in arguments] == [
+        bool,
+        int,
+        int,
+        int,
+    ]
     handler = CommHookKwargs(
         hook="int8", total_steps=np.int64(9), hook_options={"block_size": np.int64(64)}
     )
@@ -188,8 +191,8 @@ def test_arguments_of_all_front_ends_take_numbers_of_numpy() -> None:
     ) is int
 
 
-def test_every_option_is_in_the_table() -> None:
-    names = {each.name for each in dataclasses.fields(PowerSGD)}
+def test_every_option_is_in_the_table_of_values() -> None:
+    names = {field.name for field in dataclasses.fields(PowerSGD)}
     # as bools
     assert names - {name for name, *_ in VALUES} == {
         "use_error_feedback",
@@ -204,12 +207,12 @@ def test_every_option_is_in_the_table() -> None:
 def test_a_config_is_frozen_and_a_structured_config_of_omegaconf(config: Any) -> None:
     assert OmegaConf.to_object(OmegaConf.structured(config)) == config()
     values = {"exclude": ["head.?.weight"]} if hasattr(config(), "exclude") else {}
-    given = config(**values)
-    through_yaml = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(given)))
-    assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), through_yaml)) == given
-    assert pickle.loads(pickle.dumps(given)) == given
+    made = config(**values)
+    through_yaml = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(made)))
+    assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), through_yaml)) == made
+    assert pickle.loads(pickle.dumps(made)) == made
     with pytest.raises(dataclasses.FrozenInstanceError):
-        given.anything = 1
+        made.anything = 1
 
 
 def test_the_defaults_are_those_of_torch_but_for_the_start() -> None:
@@ -222,8 +225,7 @@ def test_the_defaults_are_those_of_torch_but_for_the_start() -> None:
         commhooks.PowerSGDState(None, matrix_approximation_rank=0)
 
 
-# ---- Hydra, which passes OmegaConf's containers to what it makes
-# -----------------------------------------------------
+# ---- Hydra, which passes OmegaConf's containers to what it makes ---------------------------------
 
 YAML = """
 rank: 4
@@ -233,10 +235,10 @@ nested: {sizes: [1, {b: "${rank}"}]}
 
 
 def test_containers_are_the_dicts_and_lists_that_they_stand_for() -> None:
-    given: DictConfig = OmegaConf.create(YAML)
+    settings: DictConfig = OmegaConf.create(YAML)
     expected = PowerSGD(matrix_approximation_rank=4, exclude=["*embed*", "head.weight"])
-    assert CommHookDDP("powerSGD", hook_options=given.options)._request.config == expected
-    made = PowerSGD(**given.options)
+    assert CommHookDDP("powerSGD", hook_options=settings.options)._request.config == expected
+    made = PowerSGD(**settings.options)
     assert (
         made == expected and type(made.exclude) is list and pickle.loads(pickle.dumps(made)) == made
     )
@@ -246,7 +248,7 @@ def test_containers_are_the_dicts_and_lists_that_they_stand_for() -> None:
     with mock.patch.dict(
         "commhooks.registry.FACTORIES", of_the_user=lambda options, group: (None, print)
     ):
-        options = HookRequest.parse("of_the_user", hook_options=given.nested).options
+        options = HookRequest.parse("of_the_user", hook_options=settings.nested).options
         assert (
             type(HookRequest.parse("of_the_user", hook_options={"a": ListConfig([1])}).options["a"])
             is list
@@ -264,8 +266,7 @@ def test_a_value_that_is_not_there_is_an_error_with_its_name(text: str) -> None:
         PowerSGD(exclude=ListConfig([text]))
 
 
-# ---- LightningCLI
-# --------------------------------------------------------------------------------------------------
+# ---- LightningCLI --------------------------------------------------------------------------------
 
 CLI_CASES: list[dict[str, Any]] = [
     {
@@ -303,18 +304,18 @@ def _cli(hook: Any, **init_args: Any) -> str:
 
 def print_cli_outcomes() -> None:
     """Per case: the options of a config class, and those of a hook by name."""
-    found = [
+    results = [
         [
-            _cli({"class_path": "commhooks.PowerSGD", "init_args": each}),
-            _cli("powerSGD", hook_options=each),
+            _cli({"class_path": "commhooks.PowerSGD", "init_args": options}),
+            _cli("powerSGD", hook_options=options),
         ]
-        for each in CLI_CASES
+        for options in CLI_CASES
     ]
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 @whole_numbers_in_config_classes
-def test_lightning_cli() -> None:
+def test_lightning_cli_takes_and_refuses_the_same() -> None:
     """In a process of its own, as a command line is: after many other tests of one process
     jsonargparse has been seen to read the step 7 as 7.0, which is refused.
     """

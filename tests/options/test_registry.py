@@ -37,11 +37,13 @@ def _new(name: str, module: str = __name__, short: tuple[str, ...] = ()) -> Any:
             return flat
             yield
 
-    Nothing.Config, Nothing.__module__, Nothing.__qualname__ = Config, module, "Nothing"
+    Nothing.Config = Config
+    Nothing.__module__ = module
+    Nothing.__qualname__ = "Nothing"
     return Nothing
 
 
-def test_a_registered_one_is_known_by_its_names() -> None:
+def test_a_registered_compressor_is_known_by_its_names() -> None:
     made = _new("my_own", short=("mine",))
     assert commhooks.register_compressor(made) is made
     assert "my_own" in commhooks.available_hooks()

@@ -1,6 +1,4 @@
-"""Requests: the arguments that all front ends share, what cannot work, and the sentence in which
-the user finds what to do.
-"""
+"""Requests refuse what cannot work with a sentence that says what to do, for all front ends."""
 
 import dataclasses
 import inspect
@@ -52,8 +50,7 @@ def no_registered_hooks_left() -> Iterator[None]:
         yield
 
 
-# ---- errors of a request, without a model
-# ----------------------------------------------------------------------------
+# ---- errors of a request, without a model --------------------------------------------------------
 
 _STEPS = "expected a number of steps, 1 or more, or None"
 _RANKS = "expected 'auto', a number of ranks, 1 or more, or None"
@@ -199,17 +196,19 @@ SENTENCES: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("hook", "given", "sentence"), SENTENCES)
-def test_a_request_that_cannot_work(hook: Any, given: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize(("hook", "arguments", "sentence"), SENTENCES)
+def test_a_request_that_cannot_work_is_refused_with_a_sentence(
+    hook: Any, arguments: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(HookConfigError) as raised:
-        HookRequest.parse(hook, **given)
+        HookRequest.parse(hook, **arguments)
     assert sentence in str(raised.value)
     assert len(str(raised.value)) < 600 and "\n" not in str(raised.value)
 
 
 def test_text_of_the_environment_becomes_what_it_says() -> None:
-    given = {"strict": "no", "total_steps": "40", "check_every": "7", "ranks_per_node": "2"}
-    request = HookRequest.parse("powerSGD", **given)
+    texts = {"strict": "no", "total_steps": "40", "check_every": "7", "ranks_per_node": "2"}
+    request = HookRequest.parse("powerSGD", **texts)
     assert (request.strict, request.total_steps, request.check_every, request.ranks_per_node) == (
         False,
         40,
@@ -225,9 +224,9 @@ def test_text_of_the_environment_becomes_what_it_says() -> None:
 
 
 def test_without_a_hook_the_arguments_of_one_are_kept_as_ignored() -> None:
-    given: dict[str, Any] = {"wrapper": "fp16", "check_every": 3, "ranks_per_node": 2}
-    request = HookRequest.parse("off", hook_options={"a": 1}, strict=False, **given)
-    assert request.off and request.ignored == ("hook_options", *given) and not request.strict
+    kept: dict[str, Any] = {"wrapper": "fp16", "check_every": 3, "ranks_per_node": 2}
+    request = HookRequest.parse("off", hook_options={"a": 1}, strict=False, **kept)
+    assert request.off and request.ignored == ("hook_options", *kept) and not request.strict
 
 
 NAMES = {
@@ -247,14 +246,13 @@ NAMES = {
 
 def test_names_ignore_case_underscores_and_dashes() -> None:
     for canonical, others in NAMES.items():
-        for given in (canonical, *others):
-            parsed = HookRequest.parse(given)
+        for spelling in (canonical, *others):
+            parsed = HookRequest.parse(spelling)
             assert parsed.name == canonical and type(parsed.config).hook_name == canonical
     assert NAMES.keys() == commhooks.available_hooks().keys()
 
 
-# ---- errors of `attach` and of registering
-# ---------------------------------------------------------------------------
+# ---- errors of `attach` and of registering -------------------------------------------------------
 
 
 class Gan(nn.Module):
@@ -262,7 +260,8 @@ class Gan(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator, self.critic = wrap(mlp()), nn.ModuleDict({"net": wrap(mlp())})
+        self.generator = wrap(mlp())
+        self.critic = nn.ModuleDict({"net": wrap(mlp())})
 
 
 def _attach(
@@ -362,7 +361,7 @@ OF_ATTACH: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.parametrize(
     ("attempt", "sentence"), OF_ATTACH, ids=[text[:40] for _, text in OF_ATTACH]
 )
-def test_what_attach_refuses(attempt: Callable[[], object], sentence: str) -> None:
+def test_attach_refuses_wrong_arguments(attempt: Callable[[], object], sentence: str) -> None:
     with process_group_of_one(), pytest.raises(commhooks.CommHookError) as raised:
         attempt()
     assert sentence in f"{type(raised.value).__name__}: {raised.value}"
@@ -386,8 +385,7 @@ def test_all_errors_are_of_one_family() -> None:
     assert issubclass(HookConfigError, ValueError) and issubclass(AttachError, RuntimeError)
 
 
-# ---- front ends
-# --------------------------------------------------------------------------------------------------
+# ---- front ends ----------------------------------------------------------------------------------
 
 REQUIRED = inspect.Parameter.empty
 LIGHTNING = {"hook": REQUIRED, "save_residual": None, "strict": None}
@@ -408,19 +406,22 @@ FRONT_ENDS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_front_ends_have_the_same_arguments_and_defaults(name: str) -> None:
-    front_end, lacks, own = FRONT_ENDS[name]
+    front_end, lacks, extra = FRONT_ENDS[name]
     if dataclasses.is_dataclass(front_end):
-        found = {each.name: each.default for each in dataclasses.fields(front_end)}
+        defaults = {field.name: field.default for field in dataclasses.fields(front_end)}
     else:
-        found = {
-            name: each.default for name, each in inspect.signature(front_end).parameters.items()
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(front_end).parameters.items()
         }
-    expected = {name: each.default for name, each in ARGUMENTS.items() if name not in lacks} | own
-    assert {name: default for name, default in found.items() if name in ARGUMENTS} == expected
+    expected = {
+        name: field.default for name, field in ARGUMENTS.items() if name not in lacks
+    } | extra
+    assert {name: default for name, default in defaults.items() if name in ARGUMENTS} == expected
 
 
 def test_yaml_has_the_same_arguments_and_those_of_ddp() -> None:
-    of_accelerate = {each.name for each in dataclasses.fields(CommHookKwargs)} - set(
+    of_accelerate = {field.name for field in dataclasses.fields(CommHookKwargs)} - set(
         STOCK_HOOK_FIELDS
     )
     assert TYPES.keys() == of_accelerate and ARGUMENTS.keys() < of_accelerate

@@ -1,5 +1,4 @@
-"""Run one of Accelerate's own test scripts (`accelerate.test_utils.scripts`) with a hook of ours in
-every Accelerator.
+"""Runs a script of `accelerate.test_utils.scripts` with a hook of ours in every Accelerator.
 
     torchrun --nproc_per_node 2 tests/peers/accelerate_peer.py test_sync
 
@@ -50,8 +49,8 @@ class HookedAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """An Accelerator whose handler of DDP arguments is ours."""
 
     def __init__(self, *args: Any, kwargs_handlers: Any = None, **options: Any) -> None:
-        handlers = [_ours(each) for each in kwargs_handlers or ()]
-        if not any(isinstance(each, DistributedDataParallelKwargs) for each in handlers):
+        handlers = [_ours(handler) for handler in kwargs_handlers or ()]
+        if not any(isinstance(handler, DistributedDataParallelKwargs) for handler in handlers):
             handlers.append(_Recorded(hook=peer_hooks.CONFIGS[peer_hooks.NAME]))
         super().__init__(*args, kwargs_handlers=handlers, **options)
 

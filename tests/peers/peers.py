@@ -1,5 +1,4 @@
-"""Runs tests that ship inside installed packages with our hooks in place, each beside the same test
-without us.
+"""Runs tests of installed packages with our hooks in place, each beside the same test without us.
 
     # make test-peers ARGS="accelerate"; words of the cases' names
     python tests/peers/peers.py [WORD ...]
@@ -67,27 +66,26 @@ Outcome = tuple[str, str]
 
 
 def run(cases: Sequence[str], hook: str) -> tuple[dict[str, Outcome], int]:
-    """Run the cases; return what became of each, and the backward passes of hooks on all ranks
-    together.
-    """
-    found: dict[str, Outcome] = {}
+    """Run the cases, and return their outcomes and the backward passes of hooks on all ranks."""
+    outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         for script in (case for case in cases if case in ACCELERATE):
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
             status, output = _run(
                 [*torchrun, f"{HERE}/accelerate_peer.py", script], folder, hook, SCRIPT_LIMIT_S
             )
-            found[script] = {0: "passed", None: "timed out"}.get(status, "failed"), output
+            outcomes[script] = {0: "passed", None: "timed out"}.get(status, "failed"), output
         if of_torch := [case for case in cases if case in TORCH]:
-            file, limit_s = Path(folder, "outcomes.json"), 60 + CASE_LIMIT_S * len(of_torch)
+            file = Path(folder, "outcomes.json")
+            limit_s = 60 + CASE_LIMIT_S * len(of_torch)
             status, output = _run(
                 [f"{HERE}/torch_peer.py", str(file), *of_torch], folder, hook, limit_s
             )
-            known = json.loads(file.read_text()) if status == 0 else {}
+            recorded = json.loads(file.read_text()) if status == 0 else {}
             lost = ("timed out" if status is None else "failed", output)
-            found |= {case: tuple(known.get(case, lost)) for case in of_torch}
+            outcomes |= {case: tuple(recorded.get(case, lost)) for case in of_torch}
         record = Path(folder, "record")
-        return found, sum(map(int, record.read_text().split())) if record.exists() else 0
+        return outcomes, sum(map(int, record.read_text().split())) if record.exists() else 0
 
 
 def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[int | None, str]:
@@ -102,7 +100,8 @@ def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[in
         "TEMP_DIR": folder,
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(CASE_LIMIT_S),
     }
-    status, words = None, [sys.executable, *command]
+    status = None
+    words = [sys.executable, *command]
     # A file and no pipe, which ranks of a torchrun that was killed would keep open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -120,19 +119,20 @@ def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[in
         return status, output.read()
 
 
-def compare(found: dict[str, tuple[dict[str, Outcome], int]], console: Console) -> list[str]:
+def compare(outcomes: dict[str, tuple[dict[str, Outcome], int]], console: Console) -> list[str]:
     """Print a table of `found[hook]`, which `run` returned, and the outputs of what is wrong;
     return what is wrong.
     """
-    plain, _ = found[""]
-    hooks = [hook for hook in found if hook]
-    table, problems = Table("case", "without us", *hooks), []
+    plain, _ = outcomes[""]
+    hooks = [hook for hook in outcomes if hook]
+    table = Table("case", "without us", *hooks)
+    problems = []
     for case, (expected, output) in plain.items():
         if expected != "passed":
             console.print(output[-1500:], markup=False, highlight=False)
         cells = []
         for hook in hooks:
-            outcome, output = found[hook][0][case]
+            outcome, output = outcomes[hook][0][case]
             reason = EXPLAINED.get((case, hook)) if outcome == "failed" else None
             cells.append(outcome + (f" ({reason})" if reason else ""))
             if expected == "passed" != outcome and not reason:
@@ -140,7 +140,7 @@ def compare(found: dict[str, tuple[dict[str, Outcome], int]], console: Console) 
                 console.print(output[-3000:], markup=False, highlight=False)
         table.add_row(case, expected, *cells)
     console.print(table)
-    problems += [f"{hook}: no hook ran" for hook in hooks if not found[hook][1]]
+    problems += [f"{hook}: no hook ran" for hook in hooks if not outcomes[hook][1]]
     if all(expected != "passed" for expected, _ in plain.values()):
         problems.append("nothing passes without us, so there is nothing to compare")
     return problems

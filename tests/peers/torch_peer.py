@@ -1,8 +1,7 @@
-"""The DDP cases of torch's own distributed tests that CPU ranks with gloo can run, with a hook of
-ours on every model.
+"""Runs DDP cases of torch's own distributed tests on CPU ranks, with a hook of ours on every model.
 
-    BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty python tests/peers/torch_peer.py outcomes.json
-    test_ddp_create_graph
+    BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty \\
+        python tests/peers/torch_peer.py outcomes.json test_ddp_create_graph
 
 Every case forks its ranks. The JSON file has the outcome and the output of each case afterwards. A
 hook that a case brings along is attached with `commhooks.attach`, and the modules with torch's
@@ -25,9 +24,7 @@ from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 
 class HookedDDP(DistributedDataParallel):
-    """DDP with the hook that is tried, attached at the first forward unless the case registers one
-    of its own.
-    """
+    """DDP that attaches the tried hook at the first forward unless the case registers its own."""
 
     hooked = False
 
@@ -50,7 +47,8 @@ class HookedDDP(DistributedDataParallel):
 if peer_hooks.NAME:
     torch.nn.parallel.DistributedDataParallel = HookedDDP  # type: ignore[misc]
     peer.DistributedDataParallel = HookedDDP
-    peer.default, peer.powerSGD = default_hooks, powerSGD_hook
+    peer.default = default_hooks
+    peer.powerSGD = powerSGD_hook
 
 
 class TorchCases(peer.TestDistBackend, peer.DistributedTest._DistTestBase):  # type: ignore[misc]
@@ -61,13 +59,14 @@ class TorchCases(peer.TestDistBackend, peer.DistributedTest._DistTestBase):  # t
 
 def main(file: str, *cases: str) -> None:
     """Run the cases one after the other."""
-    found = {}
+    outcomes = {}
     for case in cases:
         result = unittest.TextTestRunner().run(TorchCases(case))
-        failed, skipped = [*result.failures, *result.errors], result.skipped
+        failed = [*result.failures, *result.errors]
+        skipped = result.skipped
         outcome = "failed" if failed else "skipped" if skipped else "passed"
-        found[case] = outcome, "".join(text for _, text in failed or skipped)
-    Path(file).write_text(json.dumps(found))
+        outcomes[case] = outcome, "".join(text for _, text in failed or skipped)
+    Path(file).write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

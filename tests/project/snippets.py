@@ -147,7 +147,7 @@ def find_snippets(page: str, markdown: str) -> list[Snippet]:
             if not snippets or snippets[-1].needs not in RUN_AS_SCRIPTS:
                 raise WrongSnippet(f"{where}: the output of what? Above it must be a script")
             snippets[-1] = dataclasses.replace(snippets[-1], output=text)
-        python = [each for each in snippets if each.language == "python"]
+        python = [snippet for snippet in snippets if snippet.language == "python"]
         above = python[-1] if needs == "continued" and python else None
         snippets.append(Snippet(page, number + 1, opening[3], needs, text, above))
         number = end + 1
@@ -230,8 +230,7 @@ def _chain_above(snippet: Snippet) -> list[tuple[str, str]]:
     return [*_chain_above(snippet.above), (str(snippet.above), versions(snippet.above)[-1])]
 
 
-# ---- Python
-# --------------------------------------------------------------------------------------------------
+# ---- Python --------------------------------------------------------------------------------------
 
 
 SCRIPT_LIMIT_S = 150
@@ -379,9 +378,9 @@ def _lighthouse() -> tuple[str, Any]:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer("127.0.0.1:0", 1) if dist.get_rank() == 0 else None
-    found = [None if server is None else server.address()]
-    dist.broadcast_object_list(found)
-    return f"http://127.0.0.1:{str(found[0]).rpartition(':')[2]}", server
+    addresses = [None if server is None else server.address()]
+    dist.broadcast_object_list(addresses)
+    return f"http://127.0.0.1:{str(addresses[0]).rpartition(':')[2]}", server
 
 
 @contextlib.contextmanager
@@ -448,8 +447,7 @@ def run_with_torchrun(text: str, folder: Path) -> None:
         raise WrongSnippet(f"{text}\n{done.stdout}{done.stderr}")
 
 
-# ---- YAML
-# --------------------------------------------------------------------------------------------------
+# ---- YAML ----------------------------------------------------------------------------------------
 
 
 def check_yaml(text: str, folder: Path) -> None:
@@ -460,9 +458,7 @@ def check_yaml(text: str, folder: Path) -> None:
 
 
 def _check_accelerate_yaml(text: str, folder: Path) -> None:
-    """Settings for `CommHookKwargs`; where they are a section, the rest must be a configuration of
-    Accelerate.
-    """
+    """Settings for `CommHookKwargs`; around a section there must be one of Accelerate."""
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -514,8 +510,7 @@ def _check_lightning_yaml(text: str, folder: Path) -> None:
         )
 
 
-# ---- commands
-# --------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def commands(text: str) -> list[list[str]]:
@@ -527,9 +522,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Whether a command line would work in a clone of the repository: as far as can be told without
-    running it.
-    """
+    """Whether a command line would work in a clone, as far as can be told without running it."""
     if words[0] == "export":
         words = words[1:]
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):

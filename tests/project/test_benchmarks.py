@@ -30,11 +30,9 @@ def _can_limit_a_link() -> bool:
 
 
 ALONE = {
-    "checkpoint": "",
     "codec": "--ranks 4 --rounds 2",
     "gpu": "--device cpu --models tiny --ranks 1 --buckets one --batches small --markdown",
     "language_model": "--plot figures.png",
-    "launches": "",
     "local_steps": "",
     "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
     "memory": "",
@@ -56,7 +54,7 @@ needs_a_link = pytest.mark.skipif(not _can_limit_a_link(), reason="needs Linux, 
         pytest.param("link", "--rtt 5 --hooks noop", marks=[needs_a_link, needs_tun]),
     ],
 )
-def test_it_runs(tmp_path: Path, name: str, options: str) -> None:
+def test_each_benchmark_runs_and_writes_rows(tmp_path: Path, name: str, options: str) -> None:
     file = tmp_path / "figures.json"
     command = [
         warm.python("matplotlib.figure", "sklearn.datasets"),

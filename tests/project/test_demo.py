@@ -30,9 +30,7 @@ def keep_signal_handler() -> Iterator[None]:
 
 
 def _outcome(**changes: object) -> demo.Outcome:
-    """What a good run leaves; `changes` are keys of `result.json` of DiLoCo, or fields of the
-    outcome.
-    """
+    """Return what a good run leaves; `changes` are keys of DiLoCo's `result.json` or fields."""
     allreduce = {
         "test_accuracy": 0.98,
         "seconds": 50.0,
@@ -77,11 +75,13 @@ def test_each_broken_promise_is_a_failure(changes, sentence):
 
 def test_a_failure_is_the_exit_status(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for found, status in (([], 0), (["diloco took longer than all-reduce"], 1)):
-        monkeypatch.setattr(demo, "run_demo", lambda args, folder, env, found=found: found)
+    for sentences, status in (([], 0), (["diloco took longer than all-reduce"], 1)):
+        monkeypatch.setattr(
+            demo, "run_demo", lambda args, folder, env, failures=sentences: failures
+        )
         assert demo.main([]) == status
         assert ("FAILED: diloco took longer than all-reduce" in capsys.readouterr().out) == bool(
-            found
+            sentences
         )
         # kept for a look at what failed
         assert len(list(tmp_path.glob("commhooks-demo-*"))) == status
@@ -152,9 +152,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> Non
 
 @pytest.fixture
 def hostile_environment(tmp_path: Path) -> dict[str, str]:
-    """A shell inside a SLURM job, with leftovers of a launcher and a broken default Accelerate
-    configuration.
-    """
+    """Return the environment of a SLURM job with a launcher's leftovers and broken settings."""
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text(
         "comm_hook_config: {hook: powerSGD}\n: [broken\n"
@@ -182,7 +180,7 @@ def hostile_environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(400)
-def test_short_demo_in_a_hostile_environment(
+def test_the_short_demo_passes_in_a_hostile_environment(
     hostile_environment: dict[str, str], tmp_path: Path
 ) -> None:
     command = [

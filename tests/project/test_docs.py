@@ -1,6 +1,4 @@
-"""Every snippet of README, CONTRIBUTING and docs/ works, every link leads somewhere, and every
-quoted error exists.
-"""
+"""Snippets of the documentation work, links lead somewhere, and quoted errors exist."""
 
 import ast
 import dataclasses
@@ -17,6 +15,7 @@ from snippets import Snippet, WrongSnippet, check, find_snippets
 
 import commhooks
 from commhooks.auto import options as candidates
+from commhooks.hook import statistics
 from tests.support.features import trainer_resumes_on_cpu
 from tests.support.repository import PACKAGES, REPOSITORY, nodes
 from tests.support.workers import RanksFailed
@@ -48,12 +47,12 @@ def _marked(snippet: Snippet) -> Any:
 @pytest.mark.parametrize(
     "snippet", [_marked(snippet) for snippet in SNIPPETS if snippet not in CONTINUED]
 )
-def test_snippet(snippet, run_ranks, tmp_path):
+def test_each_snippet_runs(snippet, run_ranks, tmp_path):
     check(snippet, run_ranks, tmp_path)
 
 
 @pytest.mark.parametrize(("page", "code"), INLINE_COMMANDS)
-def test_command_in_the_text(page, code, run_ranks, tmp_path):
+def test_each_command_in_the_text_runs(page, code, run_ranks, tmp_path):
     check(Snippet(page, 0, "bash", "", code), run_ranks, tmp_path)
 
 
@@ -203,9 +202,7 @@ def _page(name: str) -> str:
 def test_the_counters_are_explained():
     rows = re.findall(r"^\| (`.+?) \|", _page("working"), re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
-    counted = set(
-        re.findall(r'^ +"(\w+)": ', inspect.getsource(commhooks.CommHook.stats), re.MULTILINE)
-    )
+    counted = set(re.findall(r'^ +"(\w+)"[:,]', inspect.getsource(statistics), re.MULTILINE))
     assert counted and counted <= explained
 
 
@@ -236,9 +233,9 @@ def test_the_reference_has_every_public_name():
         module, _, name = path.rpartition(".")
         if module.endswith(".transformers"):
             pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
-        found = getattr(importlib.import_module(module), name)
+        public = getattr(importlib.import_module(module), name)
         # A type alias has its docstring in the source only, below it.
-        assert isinstance(found, types.GenericAlias) or (found.__doc__ or "").strip(), (
+        assert isinstance(public, types.GenericAlias) or (public.__doc__ or "").strip(), (
             f"{path} has no docstring"
         )
     for package in PACKAGES:
@@ -324,7 +321,7 @@ def test_the_pages_show_each_kind():
         ("```bash\nconda install torch\n```", "does not know 'conda'"),
     ],
 )
-def test_it_is_found(markdown, text, run_ranks, tmp_path):
+def test_a_wrong_snippet_is_noticed(markdown, text, run_ranks, tmp_path):
     with pytest.raises((WrongSnippet, RanksFailed, ValueError)) as raised:
         check(find_snippets("page.md", markdown)[0], run_ranks, tmp_path)
     assert text in str(raised.value)
@@ -343,6 +340,6 @@ def test_it_is_found(markdown, text, run_ranks, tmp_path):
         ("<!-- snippet: dpd -->\n```python\nx\n```", "unknown comment"),
     ],
 )
-def test_wrong_fence_is_found(markdown, text):
+def test_a_wrong_fence_is_noticed(markdown, text):
     with pytest.raises(WrongSnippet, match=text):
         find_snippets("page.md", markdown)

@@ -1,6 +1,4 @@
-"""Examples, started twice as a user does: the second run goes on where the first has ended, with
-the hook's state.
-"""
+"""Examples that are started again go on where the first run ended, with the hook's state."""
 
 import json
 import os
@@ -35,7 +33,7 @@ def _run(
     return done
 
 
-def test_fabric(tmp_path: Path) -> None:
+def test_the_fabric_example_resumes(tmp_path: Path) -> None:
     first, second = (
         done.stdout + done.stderr
         for done in (
@@ -49,7 +47,7 @@ def test_fabric(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(500)
-def test_ray(tmp_path: Path) -> None:
+def test_the_ray_example_resumes(tmp_path: Path) -> None:
     """Skipped where Ray is not installed, which `make venv` does not do."""
     pytest.importorskip("ray.train")
     (tmp_path / "results").mkdir()
@@ -79,9 +77,10 @@ def _accelerate_fsdp2(folder: str) -> None:
 
 
 @fully_shard_on_gloo
-def test_accelerate_fsdp2(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_accelerate_fsdp2_example_resumes(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_accelerate_fsdp2, str(tmp_path), world_size=4)
-    stats, steps = json.loads((tmp_path / "result.json").read_text())["stats"], 3  # of an epoch
+    stats = json.loads((tmp_path / "result.json").read_text())["stats"]
+    steps = 3  # of an epoch
     assert stats["backward_passes"] == steps and stats["step"] == 2 * steps
     assert stats["compressed_steps"] == steps and stats["compression_rate"] > 10
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_2"]

@@ -55,19 +55,17 @@ def test_a_figure_is_printed_where_it_says(name: str) -> None:
 
 
 def test_pictures_have_twice_the_pixels_of_a_page() -> None:
-    """So that they are sharp on a screen with small pixels; a page shows at most 1000 of its own in
-    a line.
-    """
+    """A page shows at most 1000 pixels in a line, and a screen may have twice as many."""
     for path in figures.PICTURES.glob("*.png"):
         width = int.from_bytes(path.read_bytes()[16:20], "big")
         assert width >= 2000
 
 
 def test_every_picture_and_benchmark_is_known() -> None:
-    known = {figure.picture for figure in figures.FIGURES.values() if figure.picture}
-    assert known == {path.name for path in figures.PICTURES.glob("*.png")}
+    pictures = {figure.picture for figure in figures.FIGURES.values() if figure.picture}
+    assert pictures == {path.name for path in figures.PICTURES.glob("*.png")}
     drawn = {name for _, command in COMMANDS for name in re.findall(r"FOLDER/(\w+\.png)", command)}
-    assert drawn == known
+    assert drawn == pictures
     run = {Path(shlex.split(command)[0]).stem for _, command in COMMANDS}
     programs = {
         path.stem
@@ -85,18 +83,20 @@ def test_measured_stands_beside_printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     place = "docs/performance.md#classifying-digits"
-    known = {
+    figures_known = {
         "good": figures.Figure("-c print(700+7)", 1, (place,)),
         "bad": figures.Figure("-c 1/0", 1, (place,)),
     }
-    monkeypatch.setattr(figures, "FIGURES", known)
-    said = {}
+    monkeypatch.setattr(figures, "FIGURES", figures_known)
+    printed = {}
     for names, status in (("", 0), ("good", 0), ("good bad", 1)):
         monkeypatch.setattr(sys, "argv", ["figures.py", *names.split(), f"--folder={tmp_path}"])
         assert figures.main() == status
-        said[names] = capfd.readouterr().out
-    assert "good" in said[""] and place in said[""] and "707" not in said[""]
+        printed[names] = capfd.readouterr().out
+    assert "good" in printed[""] and place in printed[""] and "707" not in printed[""]
     assert re.search(
-        rf"measured\n.*707.*printed in {place}\n\n## Classifying digits\n", said["good"], re.DOTALL
+        rf"measured\n.*707.*printed in {place}\n\n## Classifying digits\n",
+        printed["good"],
+        re.DOTALL,
     )
-    assert "FAILED: bad" in said["good bad"] and "FAILED" not in said["good"]
+    assert "FAILED: bad" in printed["good bad"] and "FAILED" not in printed["good"]

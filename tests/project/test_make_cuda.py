@@ -48,7 +48,7 @@ FILES = {
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, list) else None,
 )
-def test_its_table_and_its_verdict(
+def test_its_table_and_its_verdict_are_right(
     tmp_path: Path, names: list[str], verdict: str, row: str
 ) -> None:
     for number, name in enumerate(names):
@@ -63,9 +63,7 @@ def test_its_table_and_its_verdict(
 
 
 def test_all_that_needs_a_gpu_is_where_make_looks_for_it() -> None:
-    """`make test-cuda` collects one folder: the others import what a machine with a GPU may
-    lack.
-    """
+    """`make test-cuda` collects one folder: others import what such a machine may lack."""
     elsewhere = [
         path.relative_to(TESTS)
         for path in TESTS.rglob("test_*.py")

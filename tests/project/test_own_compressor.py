@@ -1,6 +1,4 @@
-"""A compressor of a user's own in every front end: the example works everywhere without any other
-change.
-"""
+"""A user's compressor works in every front end without any other change."""
 
 import json
 import subprocess
@@ -40,8 +38,7 @@ def registered_here_only(worker_pool: WorkerPool) -> Iterator[None]:
     worker_pool.close()  # those that come after them know no more than the built-in ones
 
 
-# ---- Lightning
-# --------------------------------------------------------------------------------------------------
+# ---- Lightning -----------------------------------------------------------------------------------
 
 
 def test_lightning_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
@@ -57,7 +54,7 @@ def test_lightning_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     for run, again in zip(through, resumed, strict=True):
         assert_equal(run["final"], again["final"])
         assert again["warnings"] == [] and again["stats"]["compressed_steps"] == 8
-        assert any(each.any() for each in residuals(again["hook state"]).values())
+        assert any(residual.any() for residual in residuals(again["hook state"]).values())
 
 
 def test_lightning_cli_reads_it() -> None:
@@ -95,19 +92,16 @@ parser.parse_args([ours, "--strategy.hook.help=examples.random_k.RandomK"])
 
 
 def test_help_explains_it_once_it_is_registered() -> None:
-    """LightningCLI takes its config class where the module was imported before
-    `lightning_commhooks`.
-    """
+    """LightningCLI takes its config class if it was imported before `lightning_commhooks`."""
     command = [warm.python("lightning.pytorch"), "-c", HELP]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
-    assert said.returncode == 0, said.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
     assert "of the elements of each parameter that travel in a step" in " ".join(
-        said.stdout.split()
+        done.stdout.split()
     )
 
 
-# ---- Accelerate
-# --------------------------------------------------------------------------------------------------
+# ---- Accelerate ----------------------------------------------------------------------------------
 
 
 @launched
@@ -119,7 +113,7 @@ def _accelerate(folder: Path, file: Path) -> dict[str, Any]:
         "resumed": again.train(4).weights(),
         "stats": again.hook.stats(),
         "residuals": sum(
-            float(each.norm()) for each in session_of(again.hook).state["residual"].values()
+            float(residual.norm()) for residual in session_of(again.hook).state["residual"].values()
         ),
     }
 
@@ -136,8 +130,7 @@ def test_accelerate_resumes_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
         )
 
 
-# ---- commands
-# --------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +144,10 @@ def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
         "start_iter=0",
     ]
     assert main([*plan, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["hook"] == "random_k" and found["bytes_after"] < found["bytes_before"] / 10
+    plan_shown = json.loads(capsys.readouterr().out)
+    assert (
+        plan_shown["hook"] == "random_k"
+        and plan_shown["bytes_after"] < plan_shown["bytes_before"] / 10
+    )
     assert main(plan) == 0 and "Memory per rank" in capsys.readouterr().out
     assert main(["hooks"]) == 0 and "random_k" in capsys.readouterr().out

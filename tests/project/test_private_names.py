@@ -46,20 +46,20 @@ def _is_private(name: object) -> bool:
 
 def _own() -> set[str]:
     """The private names that the packages give to their own things."""
-    found = {"_C"}  # torch's, of which the names behind it count
+    names = {"_C"}  # torch's, of which the names behind it count
     for node in itertools.chain(*nodes().values()):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-    return found
+            names.add(node.attr)
+    return names
 
 
 def _used() -> Iterator[tuple[str, str]]:
     """File and name of every use of a private name that is not of these packages."""
-    own = _own()
+    defined_here = _own()
     listed = {_last(name) for name in LISTED}
     for file, of_file in nodes().items():
         for node in of_file:
@@ -67,7 +67,7 @@ def _used() -> Iterator[tuple[str, str]]:
                 yield file, node.attr  # private, whatever its name
             elif isinstance(node, ast.Attribute) and _is_private(node.attr):
                 of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                if node.attr not in own or node.attr in listed and not of_self:
+                if node.attr not in defined_here or node.attr in listed and not of_self:
                     yield file, node.attr
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "getattr",
@@ -93,15 +93,15 @@ def _used() -> Iterator[tuple[str, str]]:
 
 
 def test_the_code_uses_what_is_listed():
-    found = {
+    used = {
         (file, name)
         for file, name in _used()
         if (file, name) != ("accelerate_commhooks/handler.py", "_getframe")
     }
-    assert {name for _, name in found} == {_last(name) for name in LISTED}
+    assert {name for _, name in used} == {_last(name) for name in LISTED}
     assert len(LISTED) == len(set(LISTED)) == len({_last(name) for name in LISTED})
     of_torch = {_last(name) for name in LISTED if name.startswith(OF_TORCH)}
-    assert {file for file, name in found if name in of_torch} == {
+    assert {file for file, name in used if name in of_torch} == {
         "commhooks/gradients/torch_private.py"
     }
 

@@ -1,6 +1,4 @@
-"""What README promises is held by tests: each row of its tables and each refusal has one, or is a
-number that is compared here with the measurements of docs/performance.md.
-"""
+"""Tests hold what README promises: each row, each refusal, and each number is compared here."""
 
 import ast
 import re
@@ -35,18 +33,18 @@ SURVIVES = {
         ),
     ),
     "full disk": (
-        "tests/checkpoint/test_files.py::test_a_full_disk_leaves_the_checkpoint_before",
-        "tests/checkpoint/test_files.py::test_the_error_names_the_file",
+        "tests/checkpoint/test_files.py::test_a_full_disk_leaves_the_previous_checkpoint_whole",
+        "tests/checkpoint/test_files.py::test_the_error_of_a_failed_write_names_the_file",
         "tests/stress/test_chaos.py::test_the_newest_checkpoint_is_cut_off",
     ),
     "another number of ranks": (
-        "tests/checkpoint/test_resume.py::test_from_any_number_of_ranks",
-        "tests/checkpoint/test_change.py::test_changes_that_a_state_does_not_know_of",
+        "tests/checkpoint/test_resume.py::test_a_run_resumes_from_any_number_of_ranks",
+        "tests/checkpoint/test_change.py::test_a_change_that_does_not_concern_the_state_is_loaded",
     ),
 }
 FIRST_SENTENCES = {
     "times less": ("tests/project/test_readme.py::test_how_much_less_is_sent",),
-    "one line": ("tests/project/test_docs.py::test_snippet",),
+    "one line": ("tests/project/test_docs.py::test_each_snippet_runs",),
     "resumes? bit for bit": (
         "tests/checkpoint/test_resume.py::test_a_resumed_run_is_bit_equal",
         (
@@ -60,7 +58,7 @@ FIRST_SENTENCES = {
 REFUSED = {
     "mixed_precision": ("tests/engine/test_ddp_options.py::test_mixed_precision_is_refused",),
     "ddp_comm_hook": (
-        "tests/with_lightning/test_lightning_config.py::test_refused_at_construction",
+        "tests/with_lightning/test_lightning_config.py::test_wrong_arguments_are_refused_at_construction",
     ),
     "optimizers in backward": (
         "tests/engine/test_ddp_options.py::test_an_optimizer_in_backward_is_refused",
@@ -72,21 +70,18 @@ REFUSED = {
         "tests/comm/test_groups.py::test_torchcomms_without_futures_is_refused_in_one_sentence",
     ),
 }
-TESTS = sorted(
-    {
-        test
-        for claims in (SURVIVES, FIRST_SENTENCES, REFUSED)
-        for tests in claims.values()
-        for test in tests
-    }
-)
+TESTS = sorted(set().union(*SURVIVES.values(), *FIRST_SENTENCES.values(), *REFUSED.values()))
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip(" *") for cell in line.strip("|").split("|")]
 
 
 def _rows(heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, without its head."""
     section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return [_cells(line) for line in lines[2:]]
 
 
 def _claims_in(text: str, claims: dict[str, tuple[str, ...]]) -> list[str]:
@@ -142,11 +137,7 @@ and how many times sooner the loss was reached.
 
 def _measured() -> dict[str, list[str]]:
     table = PERFORMANCE.partition("\n## Time to loss\n")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip(" *") for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line[:1] == "|"
-    ]
+    rows = [_cells(line) for line in table.splitlines() if line[:1] == "|"]
     return {row[0]: row for row in rows}
 
 

@@ -41,7 +41,7 @@ def test_the_repository_has_one_address():
     assert package.get("urls", {}).get("Repository") == site.get("repo_url")
 
 
-def test_the_site(tmp_path):
+def test_the_site_is_built_and_broken_links_are_errors(tmp_path):
     """As `make docs`, in a copy. What leads nowhere is an error: three places that the test adds,
     and no others.
     """

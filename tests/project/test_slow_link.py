@@ -1,6 +1,4 @@
-"""`examples/slow_link.py` slows connections down, leaves the rest alone, and keeps no
-descriptor.
-"""
+"""`examples/slow_link.py` slows connections, leaves the rest alone, and keeps no descriptor."""
 
 import os
 import socket
@@ -18,7 +16,8 @@ BYTES = 2_000_000
 
 def _seconds(sender: socket.socket, receiver: socket.socket) -> float:
     thread = threading.Thread(target=sender.sendall, args=(bytes(BYTES),))
-    began, left = time.monotonic(), BYTES
+    began = time.monotonic()
+    left = BYTES
     thread.start()
     while left:
         left -= len(receiver.recv(65536))

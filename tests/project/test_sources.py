@@ -1,6 +1,4 @@
-"""A look at the sources: none can run what a file holds, every warning says where it comes from,
-numpy is not used.
-"""
+"""No source can run what a file holds, every warning has its prefix, and numpy is not used."""
 
 import ast
 import logging
@@ -61,10 +59,9 @@ RUNS_WHAT_IT_READS = {
 
 
 def _dangerous(of_file: list[ast.AST]) -> list[str]:
-    """The names by which a Python source could run a file, and each `torch.load` that is not
-    weights_only=True.
-    """
-    found, mentioned = [], 0
+    """Return names that could run a file, and each `torch.load` of more than weights."""
+    dangerous = []
+    mentioned = 0
     for node in of_file:
         names: list[str] = []
         if isinstance(node, ast.Name):
@@ -72,18 +69,18 @@ def _dangerous(of_file: list[ast.AST]) -> list[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
             names = [ast.unparse(node)]
         elif isinstance(node, ast.Import):
-            names = [each.name for each in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [str(node.module), *(f"{node.module}.{each.name}" for each in node.names)]
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
             mentioned += "torch.load" in names
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             mentioned -= any(
                 k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
             )
-        found += [name for name in names if name in RUNS_WHAT_IT_READS]
+        dangerous += [name for name in names if name in RUNS_WHAT_IT_READS]
         # also `load = torch.load`
         mentioned += isinstance(node, ast.Attribute) and names == ["torch.load"]
-    return found + ["torch.load"] * mentioned
+    return dangerous + ["torch.load"] * mentioned
 
 
 def test_no_source_can_run_what_a_file_holds() -> None:
@@ -107,9 +104,7 @@ HELPERS = {"commhooks/errors.py", "lightning_commhooks/strategy.py"}
 
 
 def _warnings_without_prefix(of_file: list[ast.AST]) -> list[int]:
-    """Lines that warn through a logger without the prefix, through Lightning or through
-    `warnings`.
-    """
+    """Return lines that warn without the prefix, through Lightning or `warnings`."""
     prefixed = {
         target.id
         for node in of_file
@@ -139,15 +134,15 @@ def _warnings_without_prefix(of_file: list[ast.AST]) -> list[int]:
 
 def test_every_warning_has_the_prefix() -> None:
     assert len(nodes()) > 100
-    found = {
+    missing = {
         file: _warnings_without_prefix(of_file)
         for file, of_file in nodes().items()
         if file not in HELPERS
     }
-    assert {file: lines for file, lines in found.items() if lines} == {}
+    assert {file: lines for file, lines in missing.items() if lines} == {}
 
 
-def test_the_prefix_and_the_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_have_the_prefix_and_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
     logger = logger_of("commhooks.test")
     with caplog.at_level(logging.INFO):
         logger.warning("%s of %d", "one", 2)

@@ -49,7 +49,7 @@ def test_the_table_has_every_set():
     rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| 20", DOCS, re.MULTILINE)
     pinned = sets.pinned()
     assert set(rows) == {
-        tuple(each[package] for package in IN_THE_TABLE) for each in sets.SETS.values()
+        tuple(versions[package] for package in IN_THE_TABLE) for versions in sets.SETS.values()
     }
     newest = sets.SETS[sets.NEWEST]
     assert all(newest[package] == pinned[package] for package in IN_THE_TABLE[1:])

@@ -1,4 +1,4 @@
-"""Trainings die again and again: do they go on, to the same weights?
+"""Kills runs again and again: they must go on, to the same weights.
 
     # what `make chaos` runs
     python examples/clean_env.py -m tests.stress.chaos [--runs 100] [--seed N]
@@ -69,11 +69,11 @@ def summary(number: int, outcome: Outcome) -> dict[str, Any]:
         "died_at": outcome.died_at,
         "resumed_at": outcome.resumed_at,
         "steps_again": outcome.steps_again,
-        "said": outcome.said,
+        "message": outcome.message,
         "difference": outcome.difference,
         "seconds": round(outcome.seconds, 1),
         "survivors": [
-            f"{each['type']} after {each['seconds']:.1f} s" for each in outcome.survivors
+            f"{error['type']} after {error['seconds']:.1f} s" for error in outcome.survivors
         ],
         "failures": outcome.failures,
     }
@@ -97,9 +97,11 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(f"died in: {dict(Counter(row['died_in'] or '-' for row in rows))}")
     console.print(
         "started from a damaged checkpoint:"
-        f" {dict(Counter(row['said'] for row in rows if row['said']))}"
+        f" {dict(Counter(row['message'] for row in rows if row['message']))}"
     )
-    slowest = max((each for row in rows for each in row["survivors"]), key=_seconds, default="-")
+    slowest = max(
+        (survivor for row in rows for survivor in row["survivors"]), key=_seconds, default="-"
+    )
     console.print(f"the last of the other ranks to end: {slowest}")
 
 
@@ -118,12 +120,11 @@ def campaign(
     keep: Callable[[dict[str, Any]], None],
     end: float,
 ) -> None:
-    """Runs the numbered cases, unless it is `end` on the monotonic clock, and hands a summary of
-    each to `keep`.
-    """
+    """Run the numbered cases until `end` (monotonic), and hand each summary to `keep`."""
     pool = WorkerPool()
     pool.import_first(*PRELOADED)
-    twins, python = Twins(pool.run), warm.python(*PRELOADED)
+    twins = Twins(pool.run)
+    python = warm.python(*PRELOADED)
     try:
         for number, case in cases.items():
             if time.monotonic() > end:
@@ -139,7 +140,7 @@ def campaign(
                 f"died in {outcome.died_in} at step {outcome.died_at}, resumed at"
                 f" {outcome.resumed_at}"
             )
-            console.print(f"{number}: {case}: {how}, {outcome.seconds:.0f} s {outcome.said}")
+            console.print(f"{number}: {case}: {how}, {outcome.seconds:.0f} s {outcome.message}")
             if outcome.failures:
                 (where / "output.txt").write_text(outcome.output)
                 console.print(
@@ -199,7 +200,8 @@ def main() -> int:
         )
     )
     left = {number: case for number, case in cases.items() if number not in done}
-    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
+    started = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
     campaign(left, folder, console, keep, started + args.seconds)
     show(rows, console)
     failed = sum(bool(row["failures"]) for row in rows)

@@ -1,7 +1,6 @@
-"""What `make chaos` draws from: front ends, topologies, hooks and kinds of death; and what is left
-out, and why.
-"""
+"""`make chaos` draws from these front ends, topologies, hooks and deaths; some are left out."""
 
+import itertools
 import math
 import random
 from collections.abc import Collection
@@ -115,13 +114,8 @@ class Case:
 def combinations(
     fronts: Collection[str], topologies: Collection[str], hooks: Collection[str]
 ) -> list[Combination]:
-    made = (
-        Combination(front, topology, hook)
-        for front in fronts
-        for topology in topologies
-        for hook in hooks
-    )
-    return [each for each in made if not left_out(each)]
+    made = itertools.starmap(Combination, itertools.product(fronts, topologies, hooks))
+    return [case for case in made if not left_out(case)]
 
 
 def draw(
@@ -135,13 +129,14 @@ def draw(
     """The same cases for the same arguments. Rare combinations are as likely as others within their
     front end and topology.
     """
-    generator, possible = random.Random(seed), combinations(fronts, topologies, hooks)
+    generator = random.Random(seed)
+    possible = combinations(fronts, topologies, hooks)
     cases = []
     for _ in range(runs):
         of = possible
         for name in ("front", "topology", "hook"):
-            value = generator.choice(sorted({getattr(each, name) for each in of}))
-            of = [each for each in of if getattr(each, name) == value]
+            value = generator.choice(sorted({getattr(case, name) for case in of}))
+            of = [case for case in of if getattr(case, name) == value]
         cases.append(Case(of[0], _death(generator.choice(list(deaths)), of[0], generator)))
     return cases
 
@@ -175,14 +170,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     the beginning: transformers' Trainer, whose last file is `trainer_state.json`, and Lightning's
     strategy for FSDP2, where the hook comes last, and of it `.metadata`.
     """
-    found = [*folder.glob("step_??"), *folder.glob("step_??.pt"), *folder.glob("step=??.ckpt")]
-    found = [
+    paths = [*folder.glob("step_??"), *folder.glob("step_??.pt"), *folder.glob("step=??.ckpt")]
+    paths = [
         path
-        for path in found
+        for path in paths
         if path.is_file() or path.suffix == "" or (path / HOOK_METADATA).exists()
     ]
-    found += [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
-    return sorted(found, key=step_of)
+    paths += [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
+    return sorted(paths, key=step_of)
 
 
 HOOK_METADATA = Path("commhooks", ".metadata")
@@ -193,9 +188,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def files_with_the_hook(checkpoint: Path) -> list[Path]:
-    """Those that hold something of the hook's state: all of them where the script has put it beside
-    the model.
-    """
+    """Return the files that hold the hook's state, or all where it is kept with the model."""
     if checkpoint.is_file():
         return [checkpoint]
     files = sorted(

@@ -54,7 +54,8 @@ class ByHand:
     suffix: str = ""
 
     def train(self, job: Job, watch: Watch) -> Trained:
-        complete, step = complete_checkpoints(job.folder), 0
+        complete = complete_checkpoints(job.folder)
+        step = 0
         if complete:
             self.load(complete[-1])
             step = int(complete[-1].stem[5:])

@@ -1,5 +1,4 @@
-"""Trainings of three machines with live membership, of which one dies every few rounds and comes
-back: the part `members` of `make chaos`.
+"""Lets one of three machines die every few rounds and come back: `members` in `make chaos`.
 
     python examples/clean_env.py -m tests.stress.chaos --topologies members [--runs 20] [--seed N]
 
@@ -31,19 +30,16 @@ LIMIT_S = 240.0
 LARGEST_DIFFERENCE = 0.01
 
 
-# ---- one run
-# --------------------------------------------------------------------------------------------------
+# ---- one run -------------------------------------------------------------------------------------
 
 
 def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[str, Any]:
     """Train, with deaths at random times (None: without). Returns what became of it; the loss is
     not judged yet.
     """
-    started, lives, row = (
-        time.monotonic(),
-        dict.fromkeys(NAMES, 0),
-        {"deaths": 0, "came": 0, "failures": []},
-    )
+    started = time.monotonic()
+    lives = dict.fromkeys(NAMES, 0)
+    row = {"deaths": 0, "came": 0, "failures": []}
     # A machine that is slow, because the host is busy, is waited for.
     with lighthouse(wait_s=60.0, dead_s=3.0) as address:
 
@@ -54,12 +50,12 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
             return Machine(Path(__file__), address, where, name, steps=steps, life=lives[name])
 
         everyone = [start(name) for name in NAMES]
-        for each in everyone:
-            each.wait_for(lambda line: line["what"] == "ready")
+        for machine in everyone:
+            machine.wait_for(lambda line: line["what"] == "ready")
         # all begin together; a machine that is started later takes the state of the others
         (folder / "go").touch()
         began = time.monotonic()
-        running = {each.name: each for each in everyone}
+        running = {machine.name: machine for machine in everyone}
         away: dict[str, float] = {}  # name -> when it comes back
         next_round = 2
         next_death = float("inf")
@@ -68,13 +64,14 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
                 time.sleep(0.05)
                 now = time.monotonic()
                 # At least one machine that has the state of the training stays.
-                there = [each for each in running.values() if each.rounds]
-                newest = max((max(each.rounds) for each in there), default=0)
+                there = [machine for machine in running.values() if machine.rounds]
+                newest = max((max(machine.rounds) for machine in there), default=0)
                 if chance is not None and newest >= next_round and next_death == float("inf"):
                     # At any moment of the next round, however fast this host is.
                     next_death = now + chance.uniform(0, 1) * (now - began) / newest
                 if chance is not None and len(there) > 1 and now > next_death:
-                    next_round, next_death = newest + chance.randint(3, 6), float("inf")
+                    next_round = newest + chance.randint(3, 6)
+                    next_death = float("inf")
                     dying = chance.choice(there)
                     running.pop(dying.name).kill()
                     away[dying.name] = now + chance.uniform(0, 2)
@@ -83,17 +80,17 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
                     del away[name]
                     running[name] = start(name)
                     everyone.append(running[name])
-                for each in running.values():
-                    assert each.processes[0].poll() in (None, 0), each.log.read_text()
-            for each in running.values():
-                if each.rounds:
-                    each.wait_for(lambda line: line["what"] == "end", 20.0)
+                for machine in running.values():
+                    assert machine.processes[0].poll() in (None, 0), machine.log.read_text()
+            for machine in running.values():
+                if machine.rounds:
+                    machine.wait_for(lambda line: line["what"] == "end", 20.0)
         except AssertionError as error:
             row["failures"].append(f"a machine failed: {str(error)[-500:]}")
         finally:
-            for each in everyone:
-                each.kill()
-    row["came"] = len([each for each in everyone if each.rounds]) - len(NAMES)
+            for machine in everyone:
+                machine.kill()
+    row["came"] = len([machine for machine in everyone if machine.rounds]) - len(NAMES)
     row["seconds"] = round(time.monotonic() - started, 1)
     return row | _result(everyone, steps, row["failures"])
 
@@ -103,7 +100,7 @@ def _end(machine: Machine) -> dict[str, Any] | None:
 
 
 def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[str, Any]:
-    ends = [end for each in machines if (end := _end(each)) is not None]
+    ends = [end for machine in machines if (end := _end(machine)) is not None]
     if not ends:
         failures.append(
             f"no machine came to the end in {LIMIT_S:g} s"
@@ -112,8 +109,8 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
         )
     by_step: dict[int, set[str]] = {}
     together = 0
-    for each in machines:
-        for step, line in each.rounds.items():
+    for machine in machines:
+        for step, line in machine.rounds.items():
             by_step.setdefault(step, set()).add(line["weights"])
             together += len(line["names"]) > 1
     if differing := [step for step, weights in by_step.items() if len(weights) > 1]:
@@ -127,8 +124,7 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
     return {"rounds": len(by_step), "loss": ends[0]["loss"] if ends else float("nan")}
 
 
-# ---- the campaign
-# --------------------------------------------------------------------------------------------------
+# ---- the campaign --------------------------------------------------------------------------------
 
 
 def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
@@ -158,10 +154,8 @@ def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
         )
     console.print(table)
     failed = sum(bool(row["failures"]) for row in rows) + bool(alone["failures"])
-    deaths, largest = (
-        sum(row["deaths"] for row in rows),
-        max(abs(row["difference"]) for row in rows),
-    )
+    deaths = sum(row["deaths"] for row in rows)
+    largest = max(abs(row["difference"]) for row in rows)
     console.print(
         f"seed {seed}: {runs} runs, {deaths} deaths, largest difference {largest:.3%}, {failed}"
         " failed"
@@ -171,31 +165,31 @@ def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
     return failed
 
 
-# ---- a machine
-# --------------------------------------------------------------------------------------------------
+# ---- a machine -----------------------------------------------------------------------------------
 
 
-def job(given: dict[str, Any]) -> None:
+def job(settings: dict[str, Any]) -> None:
     """Learn to classify, from independent samples on each machine. The problem is convex, so that
     the loss at the end depends little on how many machines have trained (measured: 0.2 % between
     one and three), and so ill-conditioned that half of the training costs 6 %.
     """
     torch.manual_seed(0)
-    model, inputs = nn.Linear(16, 5), torch.randn(4096, 16) * torch.logspace(0, -1, 16)
+    model = nn.Linear(16, 5)
+    inputs = torch.randn(4096, 16) * torch.logspace(0, -1, 16)
     targets = torch.distributions.Categorical(logits=inputs @ torch.randn(16, 5) * 2).sample()
     _say("ready")
-    while not (Path(given["folder"]).parent / "go").exists():
+    while not (Path(settings["folder"]).parent / "go").exists():
         time.sleep(0.01)
-    members = commhooks.Torchft(name=given["name"], timeout_s=5.0)
+    members = commhooks.Torchft(name=settings["name"], timeout_s=5.0)
     options = commhooks.DiLoCo(sync_every=EVERY, wire="int4", lr_factor=1.0)
     hook = commhooks.attach(model, options, members=members)
     assert hook.members is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given["steps"])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["steps"])
     hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
-    chance = torch.Generator().manual_seed(1000 * ord(given["name"]) + given["life"])
+    chance = torch.Generator().manual_seed(1000 * ord(settings["name"]) + settings["life"])
     before = 0
-    while before < given["steps"] // EVERY:
+    while before < settings["steps"] // EVERY:
         batch = torch.randint(len(inputs), (64,), generator=chance)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
@@ -218,7 +212,7 @@ def _say(what: str, **more: Any) -> None:
 
 def _hash(model: nn.Module) -> str:
     return hashlib.sha256(
-        b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+        b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     ).hexdigest()[:16]
 
 

@@ -1,6 +1,4 @@
-"""One training that dies and goes on, from outside: it is started, killed, started again, and
-judged.
-"""
+"""Start one run, kill it, start it again, and judge what it has become."""
 
 import json
 import os
@@ -56,7 +54,7 @@ class Outcome:
     """The step at which the last attempt began to train; None if none did."""
     survivors: list[dict[str, Any]] = field(default_factory=list)
     """The errors that ended other ranks in the first attempt, with `seconds` after the death."""
-    said: str = ""
+    message: str = ""
     """`truncated`: how a start from the damaged checkpoint ended: one of the two above; "" if
     nothing was said.
     """
@@ -75,11 +73,11 @@ class Outcome:
 
 
 def run(case: Case, folder: Path, python: str = sys.executable) -> Outcome:
-    """The training of `case` to its end: killed once, and started again by torchrun or by giving
-    the command again. `judge` has not been called yet.
-    """
+    """Train `case` to its end: killed once, then started again. It is not judged yet."""
     folder.mkdir(parents=True)
-    outcome, death, started = Outcome(case), case.death, time.monotonic()
+    outcome = Outcome(case)
+    death = case.death
+    started = time.monotonic()
     command = Command(case, folder, python)
     status = command.run(death, restarts=0 if death.kind in COMMAND_AGAIN else 1)
     if death.kind in COMMAND_AGAIN and status == 0:
@@ -88,8 +86,8 @@ def run(case: Case, folder: Path, python: str = sys.executable) -> Outcome:
         damaged = _truncate_newest(folder, death) if death.kind == "truncated" else None
         status = command.run()
         if damaged is not None:
-            outcome.said = _what_it_said(status, command.outputs[-1], case, damaged)
-            if status != 0 and outcome.said:
+            outcome.message = _what_it_said(status, command.outputs[-1], case, damaged)
+            if status != 0 and outcome.message:
                 _remove(complete_checkpoints(folder)[-1])
                 status = command.run()
     outcome.seconds = time.monotonic() - started
@@ -106,7 +104,8 @@ class Command:
     """torchrun with the training of a case, given several times."""
 
     def __init__(self, case: Case, folder: Path, python: str) -> None:
-        self.folder, self.outputs = folder, list[str]()
+        self.folder = folder
+        self.outputs = list[str]()
         combination = case.combination
         self._words = [
             python,
@@ -176,9 +175,9 @@ def kill_all(process: subprocess.Popen[Any]) -> None:
         tree = []
     if process.poll() is None:
         process.kill()
-    for each in tree:
+    for process in tree:
         try:
-            each.kill()
+            process.kill()
         except psutil.NoSuchProcess:
             pass
     process.wait()
@@ -206,9 +205,7 @@ def _truncate_newest(folder: Path, death: Death) -> Path:
 
 
 def _what_it_said(status: int | None, output: str, case: Case, damaged: Path) -> str:
-    """How a start from a checkpoint with a damaged file ended; "" if nothing was said of it, or
-    another thing.
-    """
+    """Return how a start from a damaged checkpoint ended; "" if nothing was reported."""
     named = damaged.name in output or damaged.parent.name in output
     if status == 0:
         return WITHOUT_RESIDUALS if named and NO_RESIDUALS in output else ""
@@ -216,7 +213,7 @@ def _what_it_said(status: int | None, output: str, case: Case, damaged: Path) ->
     return (
         "refused"
         if case.combination.front == "plain"
-        or (named and any(each in output for each in UNREADABLE))
+        or (named and any(text in output for text in UNREADABLE))
         else ""
     )
 
@@ -238,11 +235,9 @@ def _read_notes(outcome: Outcome, folder: Path) -> None:
     note = read("death.json")
     if note is None:
         return
-    outcome.died_in, outcome.died_at, outcome.last_issued = (
-        note["phase"],
-        note["step"],
-        note["last_issued"],
-    )
+    outcome.died_in = note["phase"]
+    outcome.died_at = note["step"]
+    outcome.last_issued = note["last_issued"]
     for later in (1, 2):
         if (start := read(f"start-{later}-0.json")) is not None:
             outcome.resumed_at = start["step"]
@@ -271,13 +266,13 @@ def _wrong_notes(outcome: Outcome) -> list[str]:
         return ["never resumed"]
     wrong = []
     # A death while saving loses this checkpoint, and the one before is so far back.
-    allowed = SAVE_EVERY * (2 if death.kind == "truncated" and outcome.said == REFUSED else 1)
+    allowed = SAVE_EVERY * (2 if death.kind == "truncated" and outcome.message == REFUSED else 1)
     if outcome.steps_again > allowed:
         wrong.append(
             f"died at step {outcome.died_at}, resumed at {outcome.resumed_at}: further back than"
             " the last checkpoint"
         )
-    if death.kind == "truncated" and not outcome.said:
+    if death.kind == "truncated" and not outcome.message:
         wrong.append("nothing was said of the damaged file")
     if death.kind == "full" and FULL not in outcome.output:
         wrong.append("the reason, a full disk, was not given")
@@ -289,7 +284,7 @@ def _wrong_notes(outcome: Outcome) -> list[str]:
     ):
         if not outcome.survivors:
             wrong.append("no other rank ended by itself")
-        slowest = max((each["seconds"] for each in outcome.survivors), default=0.0)
+        slowest = max((error["seconds"] for error in outcome.survivors), default=0.0)
         if slowest > GROUP_TIMEOUT_S + 5:
             wrong.append(f"another rank ended {slowest:.0f} s later")
     return wrong
@@ -298,12 +293,13 @@ def _wrong_notes(outcome: Outcome) -> list[str]:
 def _wrong_results(outcome: Outcome, twin: torch.Tensor) -> list[str]:
     if len(outcome.final) < outcome.case.combination.ranks:
         return ["no final weights"]
-    wrong, steps = [], outcome.case.combination.steps
+    wrong = []
+    steps = outcome.case.combination.steps
     weights = outcome.final[0]["weights"]
-    if not all(torch.equal(weights, each["weights"]) for each in outcome.final):
+    if not all(torch.equal(weights, row["weights"]) for row in outcome.final):
         wrong.append("the ranks ended in different weights")
-    for each in outcome.final:
-        stats = each["stats"]
+    for row in outcome.final:
+        stats = row["stats"]
         if stats["so_far"]["backward_passes"] != steps or not stats["compressed_steps"]:
             wrong.append(f"not {steps} steps, or none compressed")
             break

@@ -35,7 +35,7 @@ class Twins:
         residuals: those of one that lost them at that step.
         """
         combination = outcome.case.combination
-        key = combination, outcome.resumed_at if outcome.said == WITHOUT_RESIDUALS else None
+        key = combination, outcome.resumed_at if outcome.message == WITHOUT_RESIDUALS else None
         if key not in self._weights:
             with tempfile.TemporaryDirectory(prefix="commhooks-chaos-twin-") as folder:
                 first, *others = self._run_ranks(

@@ -41,12 +41,15 @@ class Watch:
         forgets_at: int | None = None,
     ) -> None:
         self._forgets_at = forgets_at
-        self.folder, self.rank, self.attempt = folder, rank, attempt
+        self.folder = folder
+        self.rank = rank
+        self.attempt = attempt
         self.death = (
             death if death is not None and (death.rank == rank or death.kind == "full") else None
         )
         self.outlives = death is not None and death.kind == "one" and death.rank != rank
-        self.phase, self.step = "start", 0
+        self.phase = "start"
+        self.step = 0
         self.hook: Callable[[], Any] = lambda: None
         self._timer: threading.Timer | None = None
         self._reached = False
@@ -56,14 +59,13 @@ class Watch:
     def of_this_process(cls, folder: Path) -> "Watch":
         """CHAOS_DEATH: the death as JSON. CHAOS_COMMAND: how often the command was given before."""
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        given = os.environ.get("CHAOS_DEATH")
-        death = Death(**json.loads(given)) if given and restarts == 0 else None
+        planned = os.environ.get("CHAOS_DEATH")
+        death = Death(**json.loads(planned)) if planned and restarts == 0 else None
         return cls(
             folder, int(os.environ["RANK"]), restarts + int(os.environ["CHAOS_COMMAND"]), death
         )
 
-    # ---- what the training calls
-    # -------------------------------------------------------------------------------------
+    # ---- what the training calls -----------------------------------------------------------------
 
     def begins(self, step: int, model: torch.nn.Module, hook: Callable[[], Any]) -> None:
         """The training begins or goes on at this step. `model`: that of
@@ -80,14 +82,13 @@ class Watch:
             parameter.register_hook(lambda gradient: self.at("backward"))
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """The training has come to this phase: `between` at the beginning of a step, `saving`
-        before any file of a checkpoint is written.
-        """
+        """Note the phase: `between` steps, or `saving` before a checkpoint's first file."""
         if phase == "between":
             self.no_file_was_as_large()
             if step is not None and step == self._forgets_at:
                 self.hook().load_state_dict(self.hook().state_dict("drop"))
-        self.phase, self.step = phase, self.step if step is None else step
+        self.phase = phase
+        self.step = self.step if step is None else step
         death = self.death
         # by the timer: it is not to get far until it has died
         if self._reached and death is not None:
@@ -129,8 +130,7 @@ class Watch:
         temporary.write_text(json.dumps({"time": time.time(), **what}))
         temporary.replace(self.folder / f"{name}.json")
 
-    # ---- the death
-    # ----------------------------------------------------------------------------------------------
+    # ---- the death -------------------------------------------------------------------------------
 
     def _die(self, death: Death, by_timer: bool = False) -> None:
         self._reached = death.moment != "saving"

@@ -1,5 +1,4 @@
-"""Mutants that a tool makes (cosmic-ray): small changes of the code in a copy of the repository,
-each of which a test must notice.
+"""Changes the code in small ways (by cosmic-ray, in a copy), each of which a test must notice.
 
     python -m tests.stress.mutation [AREA ...] [--sample N | --all] [--seed S]
 
@@ -58,8 +57,8 @@ SAMPLE, SEED = 10, 1
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BASE_LIMIT_S = 600  # for tests of the code as it is
 WIDER = " ".join(
-    f"tests/{each}"
-    for each in ("engine", "checkpoint", "compressors", "hook", "ddp_comm_hooks", "gradients")
+    f"tests/{folder}"
+    for folder in ("engine", "checkpoint", "compressors", "hook", "ddp_comm_hooks", "gradients")
 )
 WIDER_LIMIT_S = 1200
 CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")
@@ -83,9 +82,7 @@ def enter_copy(folder: str) -> None:
 
 
 def warm_pytest() -> str:
-    """A command that starts pytest where torch is imported already: its import takes longer than
-    many a test.
-    """
+    """Return a command that starts pytest where torch is imported already, which saves seconds."""
     python = warm.python(
         "torch.distributed", "torch.nn.parallel", "hypothesis", "numpy", "omegaconf", "rich"
     )
@@ -96,15 +93,16 @@ def warm_pytest() -> str:
 
 def possible(file: Path) -> list[MutationSpec]:
     """All mutants of a file, in one order."""
-    tree, found = get_ast(file.read_text()), []
+    tree = get_ast(file.read_text())
+    specs = []
     for name in OPERATORS:
         places = (
             place
             for node in ast_nodes(tree)
             for place in get_operator(name)().mutation_positions(node)
         )
-        found += [MutationSpec(file, name, number, *place) for number, place in enumerate(places)]
-    return found
+        specs += [MutationSpec(file, name, number, *place) for number, place in enumerate(places)]
+    return specs
 
 
 def is_python(mutant: MutationSpec) -> bool:
@@ -122,16 +120,14 @@ def is_python(mutant: MutationSpec) -> bool:
 
 
 def modules(area: str) -> list[tuple[Path, Part]]:
-    """The modules of an area, each with its part; without Triton, not its kernels, whose tests are
-    then skipped.
-    """
+    """Return the modules of an area with their parts; without Triton, not its kernels."""
     paths = [
-        each
-        for each in sorted(Path(FOLDERS[area]).glob("[a-z]*.py"))
-        if HAS_TRITON or "triton" not in each.stem
+        path
+        for path in sorted(Path(FOLDERS[area]).glob("[a-z]*.py"))
+        if HAS_TRITON or "triton" not in path.stem
     ]
     left = {path.stem: path for path in paths}
-    found = []
+    pairs = []
     for part in AREAS[area]:
         for name in list(left) if part.files == "*" else part.files.split():
             if name not in left:
@@ -139,22 +135,22 @@ def modules(area: str) -> list[tuple[Path, Part]]:
                     f"mutation_areas.py names the module {name} in the area {area}, which does not"
                     " exist"
                 )
-            found.append((left.pop(name), part))
-    return found
+            pairs.append((left.pop(name), part))
+    return pairs
 
 
 def chosen(area: str, sample: int | None, seed: int) -> list[tuple[MutationSpec, Part]]:
     """A sample of the mutants of an area, or all of them."""
-    mutants = [(each, part) for file, part in modules(area) for each in possible(file)]
+    mutants = [(spec, part) for file, part in modules(area) for spec in possible(file)]
     random.Random(seed).shuffle(mutants)
-    found: list[tuple[MutationSpec, Part]] = []
+    chosen: list[tuple[MutationSpec, Part]] = []
     for mutant, part in mutants:
-        if sample is not None and len(found) == sample:
+        if sample is not None and len(chosen) == sample:
             break
         if is_python(mutant):
-            found.append((mutant, part))
+            chosen.append((mutant, part))
     return sorted(
-        found, key=lambda each: (each[1].tests, str(each[0].module_path), each[0].start_pos)
+        chosen, key=lambda pair: (pair[1].tests, str(pair[0].module_path), pair[0].start_pos)
     )
 
 
@@ -166,14 +162,17 @@ def changed_lines(diff: str) -> tuple[str, str]:
 
 
 def is_explained(mutant: MutationSpec, old: str, new: str) -> bool:
-    file, line = str(mutant.module_path), mutant.start_pos[0]
+    file = str(mutant.module_path)
+    line = mutant.start_pos[0]
     functions = [
-        each
-        for each in ast.walk(ast.parse(Path(file).read_text()))
-        if isinstance(each, ast.FunctionDef)
+        node
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.FunctionDef)
     ]
     inside = {
-        (file, each.name) for each in functions if each.lineno <= line <= (each.end_lineno or 0)
+        (file, function.name)
+        for function in functions
+        if function.lineno <= line <= (function.end_lineno or 0)
     }
     is_number = mutant.operator_name == "core/NumberReplacer"
     # of `zip`: where nothing is wrong, the lengths are equal
@@ -190,7 +189,8 @@ def arguments(part: Part) -> str:
 
 class Tester:
     def __init__(self, console: Console) -> None:
-        self._console, self._pytest = console, warm_pytest()
+        self._console = console
+        self._pytest = warm_pytest()
         self._limits: dict[Part, float] = {}
 
     def _prepare(self, part: Part, command: str) -> float:
@@ -215,7 +215,8 @@ class Tester:
         started = time.monotonic()
         result = self._tried(mutant, command, limit_s)
         old, new = changed_lines(result.diff or "")
-        outcome, how = "killed", ", by the time limit" if result.output == "timeout" else ""
+        outcome = "killed"
+        how = ", by the time limit" if result.output == "timeout" else ""
         if result.test_outcome == TestOutcome.SURVIVED and is_explained(mutant, old, new):
             outcome = "explained"
         elif result.test_outcome == TestOutcome.SURVIVED:
@@ -271,7 +272,7 @@ def main() -> int:
         tester = Tester(console)
         for area in options.areas or AREAS:
             mutants = chosen(area, None if options.all else options.sample, options.seed)
-            count = Counter(tester.outcome(*each) for each in mutants)
+            count = Counter(tester.outcome(*mutant) for mutant in mutants)
             survived += count["SURVIVED"]
             score = f"{100 * count['killed'] / max(1, len(mutants) - count['explained']):.0f} %"
             numbers = (len(mutants), count["killed"], count["explained"], count["SURVIVED"])

@@ -1,6 +1,4 @@
-"""What `mutation.py` changes, which tests are to notice, and the mutants that none can notice, each
-with the reason.
-"""
+"""What `mutation.py` changes, the tests that must notice, and the mutants that none can notice."""
 
 from dataclasses import dataclass
 
@@ -48,9 +46,7 @@ OPERATORS = [
 
 @dataclass(frozen=True)
 class Part:
-    """Some files of an area, and the tests that are to notice: those that notice most in the least
-    time come first.
-    """
+    """Some files of an area, and the tests that must notice, the quickest of them first."""
 
     files: str
     """Names of modules, or `*` for those that no part before it has."""
@@ -73,9 +69,9 @@ AREAS = {
             (
                 "engine/test_which_nodes",
                 "engine/test_hierarchy::test_the_plan_shows_what_a_rank_of_a_node_needs",
-                "engine/test_hierarchy::test_the_same_as_without_nodes",
+                "engine/test_hierarchy::test_results_are_those_without_nodes",
                 "engine/test_hierarchy::test_norms_are_those_of_the_share",
-                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks_resumes",
                 "engine/test_hierarchy::test_resume_is_bit_equal",
                 "engine/test_casts_between_nodes",
             ),
@@ -90,7 +86,7 @@ AREAS = {
                 "compressors/native/test_choice",
                 "auto/test_auto_training::test_ranks_with_different_decisions_say_so",
                 "auto/test_auto_training::test_times_that_make_no_sense_on_one_rank_leave_all_with_all_reduce",
-                "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading",
+                "ddp_comm_hooks/test_dropin::test_torchs_example_of_saving_and_reloading_runs",
             ),
         ),
         Part(
@@ -108,8 +104,8 @@ AREAS = {
                 "engine/test_abandoned_backward",
                 "engine/test_start_step",
                 "engine/test_abandoned_collectives",
-                "checkpoint/test_unlike_ranks::test_after_a_commit_that_failed_the_next_one_is_whole_again",
-                "checkpoint/test_unlike_ranks::test_nobody_waits_for_a_rank_whose_commit_failed",
+                "checkpoint/test_inexact::test_the_commits_after_a_failed_one_can_be_saved_and_resumed_exactly",
+                "checkpoint/test_inexact::test_no_rank_waits_for_a_rank_whose_commit_failed",
                 "engine/test_ddp_modes",
                 "compressors/powersgd/test_batched",
                 "gradients/test_loss_scale",
@@ -119,25 +115,26 @@ AREAS = {
     ],
     "checkpoint": [
         Part(
-            "learned_state distributed",
+            "learned_state writing reading residuals distributed",
             (
-                "checkpoint/test_further_fields",
-                "checkpoint/test_payload",
-                "checkpoint/test_hostile_payloads::test_changed_payloads",
-                "checkpoint/test_resumed",
-                "checkpoint/test_golden_payloads",
-                "checkpoint/test_unlike_ranks",
+                "checkpoint/test_compressor_fields",
+                "checkpoint/test_hostile_payloads",
+                "checkpoint/test_golden",
+                "checkpoint/test_inexact",
                 "checkpoint/test_change",
-                "checkpoint/test_fully_shard_checkpoints::test_a_resumed_run_is_bit_equal",
-                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks",
+                "checkpoint/test_resume",
+                "checkpoint/test_distributed::test_a_resumed_run_is_bit_equal",
+                "engine/test_hierarchy::test_one_file_with_the_residuals_of_all_ranks_resumes",
                 "engine/test_hierarchy::test_resume_is_bit_equal",
             ),
         ),
         Part(
             "user_state",
             (
-                "checkpoint/test_plain_types",
-                "checkpoint/test_change::test_a_state_of_ones_own_that_has_nowhere_to_go",
+                "checkpoint/test_files::test_plain_types_are_accepted_as_torch_accepts_them",
+                "checkpoint/test_files::test_the_first_value_that_torch_would_reject_is_named",
+                "checkpoint/test_files::test_a_value_that_contains_itself_is_named",
+                "checkpoint/test_change::test_a_users_state_that_cannot_be_loaded_is_reported",
                 "hook/test_no_hook",
                 "hook/test_user_hooks",
             ),
@@ -145,11 +142,10 @@ AREAS = {
         Part(
             "*",
             (
-                "checkpoint/test_payload_parts",
-                "checkpoint/test_further_fields",
+                "checkpoint/test_files",
+                "checkpoint/test_compressor_fields",
                 "checkpoint/test_hostile_payloads",
-                "checkpoint/test_payload",
-                "checkpoint/test_golden_payloads",
+                "checkpoint/test_golden",
                 "checkpoint/test_change",
             ),
         ),
@@ -160,7 +156,7 @@ AREAS = {
             (
                 "compressors/quantized/test_blocks",
                 "compressors/quantized/test_quantized_against_oracle",
-                "engine/test_kernel_choice::test_different_machines",
+                "engine/test_kernel_choice::test_different_machines_are_warned_about",
                 "compressors/quantized/test_native_bits",
                 "hook/test_plan",
                 "compressors/quantized/test_quantized_cases",
@@ -223,18 +219,18 @@ EXPLAINED = {
     ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",
-        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2**24:",
-        "if _largest(each) * max(1, 1 / loss_scale) > largest / 2** 25:",
+        "if _largest(residual) * max(1, 1 / loss_scale) > largest / 2**24:",
+        "if _largest(residual) * max(1, 1 / loss_scale) > largest / 2** 25:",
     ): "any limit does that leaves room for the sum of a row",
     (
-        "commhooks/checkpoint/payload.py",
+        "commhooks/checkpoint/parts.py",
         'name: entry["residual"][0]',
         'name: entry["residual"][ -1]',
     ): "the list holds the residual of one rank",
     (
         "commhooks/checkpoint/distributed.py",
-        "return entries[0] | {",
-        "return entries[ 1] | {",
+        'return entries[0] | {"shape": [rows, *shapes[0][1:]] if shapes[0] else []}',
+        'return entries[ 1] | {"shape": [rows, *shapes[0][1:]] if shapes[0] else []}',
     ): "it is for an error, of which the shape alone is read",
     (
         "commhooks/engine/session.py",
@@ -278,14 +274,8 @@ EXPLAINED = {
     ): "a whole bucket is one matrix",
     (
         "commhooks/compressors/powersgd/accelerator.py",
-        (
-            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
-            " 0, 0)"
-        ),
-        (
-            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
-            " 0, -1)"
-        ),
+        "padded = (len(groups[-1]) + 1) * length if groups else 0",
+        "padded = (len(groups[-1]) + 1) * length if groups else -1",
     ): "without groups it is not read",
     (
         "commhooks/engine/session.py",
@@ -307,7 +297,7 @@ EXPLAINED_NUMBERS = {
 
 def stale() -> list[tuple[str, ...]]:
     """The entries of EXPLAINED whose code has gone."""
-    lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources().items()}
+    lines = {file: set(map(str.strip, text.splitlines())) for file, text in sources().items()}
     gone: list[tuple[str, ...]] = [
         entry for entry in EXPLAINED if entry[1] not in lines.get(entry[0], ())
     ]

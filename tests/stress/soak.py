@@ -1,5 +1,4 @@
-"""A long run on 2 ranks: does memory grow, do the replicas drift apart, does the mean residual
-grow, are the bits the same when it is run again?
+"""In a long run on 2 ranks memory and residuals must not grow, nor replicas or repetitions differ.
 
     # exit code 1 if something is wrong
     python -m tests.stress.soak [--hooks powerSGD int8 diloco] [--steps 50000]
@@ -99,7 +98,8 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     ends a round. Memory is looked at after a tenth of the steps and at the end.
     """
     torch.manual_seed(0)
-    subject, scale = SUBJECTS[name], 1.0
+    subject = SUBJECTS[name]
+    scale = 1.0
     ddp = DistributedDataParallel(mlp(WIDTH, LAYERS), bucket_cap_mb=SEVERAL_BUCKETS_MB)
     of_loss = None if subject.rounds else lambda: scale
     hook = commhooks.attach(ddp, subject.config, wrapper=wrapper, loss_scale=of_loss)
@@ -107,12 +107,14 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     matrices = {
         name: parameter for name, parameter in ddp.module.named_parameters() if parameter.dim() == 2
     }
-    given = dict.fromkeys(matrices, 0.0)  # the largest so far
+    largest_gradients = dict.fromkeys(matrices, 0.0)  # the largest so far
     anchor = {name: matrix.detach().clone() for name, matrix in matrices.items()}
 
     def note(name: str, tensor: torch.Tensor) -> None:
         size = float(subject.size(tensor)) / scale
-        given[name] = max(given[name], size) if size < float("inf") else given[name]
+        largest_gradients[name] = (
+            max(largest_gradients[name], size) if size < float("inf") else largest_gradients[name]
+        )
 
     def note_moves(*_: Any) -> None:
         if step % ROUND == 0:  # this is called before the outer step
@@ -122,8 +124,8 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
     if subject.rounds:
         optimizer.register_step_post_hook(note_moves)
     else:
-        for each, matrix in matrices.items():
-            matrix.register_hook(functools.partial(note, each))
+        for name, matrix in matrices.items():
+            matrix.register_hook(functools.partial(note, name))
     teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99)) / WIDTH**0.5
     generator = torch.Generator().manual_seed(dist.get_rank())
     warm = max(steps // 10, 50)
@@ -152,10 +154,13 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
         if finite:
             (first if len(first) < 20 else last).append(loss.item())
         if subject.rounds and step % ROUND == 0:
-            for each, matrix in matrices.items():
-                anchor[each].copy_(matrix.detach())
+            for name, matrix in matrices.items():
+                anchor[name].copy_(matrix.detach())
         if step % every == 0:
-            looks.append({"step": step, "hash": _hash(ddp)} | _mean_residual(hook, subject, given))
+            looks.append(
+                {"step": step, "hash": _hash(ddp)}
+                | _mean_residual(hook, subject, largest_gradients)
+            )
         if step in (warm, steps):
             del loss, gradients, inputs, labels
             gc.collect()
@@ -172,17 +177,17 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
 
 
 def _mean_residual(
-    hook: commhooks.CommHook, subject: Subject, given: dict[str, float]
+    hook: commhooks.CommHook, subject: Subject, largest_gradients: dict[str, float]
 ) -> dict[str, float]:
-    """The norm of the mean residual over all matrices, and the largest part of `given` that it is
-    of a matrix.
-    """
-    payload, squares, part = hook.state_dict("per_rank"), 0.0, 0.0
-    for name, own in given.items():
+    """Return the norm of the mean residual, and its largest part of a gradient."""
+    payload = hook.state_dict("per_rank")
+    squares = 0.0
+    part = 0.0
+    for name, gradient in largest_gradients.items():
         (residual,) = payload["parameters"][name]["residual"]
         mean = residual / payload["loss_scale"] / dist.get_world_size()
         dist.all_reduce(mean)
-        largest = torch.tensor(own, dtype=torch.float64)
+        largest = torch.tensor(gradient, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         squares += float(mean.double().square().sum())
         part = max(part, float(subject.size(mean)) / float(largest))
@@ -193,54 +198,54 @@ def drift(looks: list[dict[str, Any]]) -> float:
     """The norm of the mean residual in the last quarter of the run, over that in the second one."""
     quarter = len(looks) // 4
     early, late = looks[quarter : 2 * quarter], looks[-quarter:]
-    return sum(each["norm"] for each in late) / sum(each["norm"] for each in early)
+    return sum(look["norm"] for look in late) / sum(look["norm"] for look in early)
 
 
 def problems(
     name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]], steps: int
 ) -> list[str]:
-    """What is wrong with a run of `train`, and with a shorter one `again`, in sentences; none if
-    all is well.
-    """
-    found, subject = [], SUBJECTS[name]
-    for rank, each in enumerate(ranks):
-        who, stats, looks = f"{name}, rank {rank}", each["stats"], each["looks"]
+    """Return what is wrong with a run and its shorter repetition, in sentences."""
+    wrong = []
+    subject = SUBJECTS[name]
+    for rank, result in enumerate(ranks):
+        who = f"{name}, rank {rank}"
+        stats = result["stats"]
+        looks = result["looks"]
         if [look["hash"] for look in looks] != [look["hash"] for look in ranks[0]["looks"]]:
-            found.append(f"{who}: the weights are not those of rank 0")
-        bad, whole = (
-            (steps + BAD_EVERY - FIRST_BAD) // BAD_EVERY,
-            (steps - START) // ROUND if subject.rounds else steps,
-        )
+            wrong.append(f"{who}: the weights are not those of rank 0")
+        bad = (steps + BAD_EVERY - FIRST_BAD) // BAD_EVERY
+        whole = (steps - START) // ROUND if subject.rounds else steps
         if (stats["step"], stats["nonfinite_steps"]) != (whole - bad, bad):
-            found.append(
+            wrong.append(
                 f"{who}: {stats['step']} steps of the hook and {stats['nonfinite_steps']} skipped,"
                 f" not {whole - bad} and {bad}"
             )
         if not subject.rounds and stats["collectives_last_pass"] < 6:
-            found.append(f"{who}: not several buckets")
-        if each["memory_mb"][1] - each["memory_mb"][0] > SMALL_GROWTH_MB:
-            found.append(
-                f"{who}: memory went from {each['memory_mb'][0]:.1f} to"
-                f" {each['memory_mb'][1]:.1f} MB"
+            wrong.append(f"{who}: not several buckets")
+        if result["memory_mb"][1] - result["memory_mb"][0] > SMALL_GROWTH_MB:
+            wrong.append(
+                f"{who}: memory went from {result['memory_mb'][0]:.1f} to"
+                f" {result['memory_mb'][1]:.1f} MB"
             )
-        if each["tensors"][1] > each["tensors"][0] + SMALL_GROWTH_TENSORS:
-            found.append(
-                f"{who}: live tensors went from {each['tensors'][0]} to {each['tensors'][1]}"
+        if result["tensors"][1] > result["tensors"][0] + SMALL_GROWTH_TENSORS:
+            wrong.append(
+                f"{who}: live tensors went from {result['tensors'][0]} to {result['tensors'][1]}"
             )
-        if not each["last loss"] < 0.5 * each["first loss"]:
-            found.append(
-                f"{who}: loss went from {each['first loss']:.3f} to {each['last loss']:.3f} only"
+        if not result["last loss"] < 0.5 * result["first loss"]:
+            wrong.append(
+                f"{who}: loss went from {result['first loss']:.3f} to"
+                f" {result['last loss']:.3f} only"
             )
         if not 0 < max(look["part"] for look in looks) < subject.bound:
-            found.append(
+            wrong.append(
                 f"{who}: the mean residual reached {max(look['part'] for look in looks):.3g} of"
                 " what was given"
             )
         if not drift(looks) < MOST_DRIFT:
-            found.append(f"{who}: the mean residual grew by {drift(looks):.2f}")
+            wrong.append(f"{who}: the mean residual grew by {drift(looks):.2f}")
     if again[0]["looks"] != ranks[0]["looks"][: len(again[0]["looks"])]:
-        found.append(f"{name}: run again, it has other weights or residuals")
-    return found
+        wrong.append(f"{name}: run again, it has other weights or residuals")
+    return wrong
 
 
 def _hash(module: torch.nn.Module) -> str:
@@ -283,7 +288,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--wrapper", choices=["fp16", "bf16"])
     options = parser.parse_args()
-    pool, found = WorkerPool(), []
+    pool = WorkerPool()
+    wrong = []
     for name in options.hooks:
         started = time.monotonic()
         ranks, again = run(pool.run, name, options.steps, wrapper=options.wrapper)
@@ -291,13 +297,14 @@ def main() -> int:
             f"{name}: {options.steps} steps, and a tenth of them again, in"
             f" {time.monotonic() - started:.0f} s"
         )
-        for rank, each in enumerate(ranks):
-            (mb, mb_after), (tensors, tensors_after) = each["memory_mb"], each["tensors"]
+        for rank, result in enumerate(ranks):
+            (mb, mb_after), (tensors, tensors_after) = result["memory_mb"], result["tensors"]
             print(
                 f"  rank {rank}: memory {mb:.1f} -> {mb_after:.1f} MB, live tensors {tensors} ->"
-                f" {tensors_after}, loss {each['first loss']:.3f} -> {each['last loss']:.4f},"
-                f" weights {each['looks'][-1]['hash'][:16]}, {each['stats']['step']} steps of the"
-                f" hook and {each['stats']['nonfinite_steps']} skipped"
+                f" {tensors_after}, loss {result['first loss']:.3f} -> {result['last loss']:.4f},"
+                f" weights {result['looks'][-1]['hash'][:16]},"
+                f" {result['stats']['step']} steps of the hook"
+                f" and {result['stats']['nonfinite_steps']} skipped"
             )
         looks = ranks[0]["looks"]
         print("  norm of the mean residual:", *(f"{look['norm']:.3g}" for look in looks))
@@ -306,10 +313,10 @@ def main() -> int:
             f"{SUBJECTS[name].bound:.3g}); last quarter over second quarter {drift(looks):.2f}",
             flush=True,
         )
-        found += problems(name, ranks, again, options.steps)
+        wrong += problems(name, ranks, again, options.steps)
     pool.close()
-    print("\n".join(found) if found else "All as it should be.")
-    return 1 if found else 0
+    print("\n".join(wrong) if wrong else "All as it should be.")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""One rank of three is slow, stopped for a while, or gone: who waits how long, and what does the
-user read?
+"""If one rank of three is slow, stopped or gone: who waits how long, and what does the user read?
 
     python -m tests.stress.stragglers [--hooks ddp powerSGD diloco] [--pause 60] [--limit 10]
 
@@ -85,7 +84,8 @@ def train(
     folder: str, hook: str, trouble: Trouble, steps: int = STEPS, step_s: float = STEP_S
 ) -> None:
     """What each rank does; writes its `Outcome` into the folder."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=trouble.limit_s))
     torch.manual_seed(0)
     ddp = DistributedDataParallel(mlp(32, 3), bucket_cap_mb=0.004, process_group=group)
@@ -94,7 +94,8 @@ def train(
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)
     times: list[float] = []
-    late, error = rank == LATE_RANK, ""
+    late = rank == LATE_RANK
+    error = ""
     for step in range(steps):
         started = time.monotonic()
         if late and step == LATE_STEP:
@@ -144,11 +145,11 @@ def outcomes(
             run_ranks(
                 train, folder, hook, trouble, **course, world_size=world_size, timeout_s=timeout_s
             )
-        found = {
+        outcomes = {
             int(file.stem): Outcome(**json.loads(file.read_text()))
             for file in Path(folder).glob("*.json")
         }
-    return dict(sorted(found.items()))
+    return dict(sorted(outcomes.items()))
 
 
 def row(
@@ -174,19 +175,21 @@ def row(
         _when(hanging),
     ]
     errors = [
-        f"{hook}, {how}, rank {rank}: {each.error}"
-        for how, found in (("killed", killed), ("stopped for good", hanging))
-        for rank, each in found.items()
+        f"{hook}, {how}, rank {rank}: {outcome.error}"
+        for how, outcomes in (("killed", killed), ("stopped for good", hanging))
+        for rank, outcome in outcomes.items()
     ]
     return cells, errors
 
 
-def _when(found: dict[int, Outcome]) -> str:
+def _when(outcomes: dict[int, Outcome]) -> str:
     """When the other ranks got their errors, and whether these name the rank."""
-    if sorted(found) != [rank for rank in range(RANKS) if rank != LATE_RANK]:
-        return f"only ranks {sorted(found)} ended"
-    times = sorted(each.longest_s for each in found.values())
-    named = all(f"rank {LATE_RANK} has ended or hangs" in each.error for each in found.values())
+    if sorted(outcomes) != [rank for rank in range(RANKS) if rank != LATE_RANK]:
+        return f"only ranks {sorted(outcomes)} ended"
+    times = sorted(outcome.longest_s for outcome in outcomes.values())
+    named = all(
+        f"rank {LATE_RANK} has ended or hangs" in outcome.error for outcome in outcomes.values()
+    )
     return f"{times[0]:.1f} to {times[-1]:.1f} s, {'named' if named else 'not named'}"
 
 
@@ -204,7 +207,8 @@ def main() -> int:
         "--limit", type=float, default=10.0, help="seconds: the time-out of the process group"
     )
     options = parser.parse_args()
-    pool, errors = WorkerPool(), []
+    pool = WorkerPool()
+    errors = []
     print(
         f"| hook | step | one at half speed: step | one stopped for {options.pause:g} s: others"
         " wait | weights then | one killed: error after | one stopped for good, limit"
@@ -212,9 +216,9 @@ def main() -> int:
     )
     print("|---" * 7 + "|")
     for hook in options.hooks:
-        cells, found = stragglers.row(pool.run, hook, options.pause, options.limit)
+        cells, wrong = stragglers.row(pool.run, hook, options.pause, options.limit)
         print("|", " | ".join(cells), "|", flush=True)
-        errors += found
+        errors += wrong
     pool.close()
     print("\n" + "\n\n".join(errors))
     return 0

@@ -53,7 +53,7 @@ def test_the_newest_checkpoint_is_cut_off(run_ranks: Any, tmp_path: Path) -> Non
     outcome = _dies(
         run_ranks, tmp_path, "fabric ddp int8", Death("truncated", "between", 12), steps=15
     )
-    assert (outcome.died_at, outcome.said, outcome.resumed_at) == (12, "refused", 5)
+    assert (outcome.died_at, outcome.message, outcome.resumed_at) == (12, "refused", 5)
     assert "step_10.pt" in outcome.output and "it is cut off after" in outcome.output
 
 
@@ -105,7 +105,7 @@ BACK = "died at step 12, resumed at 5: further back than the last checkpoint"
         (_outcome(survivors=[ERROR, ERROR | {"seconds": 26.0}]), "another rank ended 26 s later"),
         (_outcome("full"), "the reason, a full disk, was not given"),
         (_outcome("truncated"), "nothing was said of the damaged file"),
-        (_outcome("truncated", said=chaos_runs.WITHOUT_RESIDUALS, resumed_at=5), BACK),
+        (_outcome("truncated", message=chaos_runs.WITHOUT_RESIDUALS, resumed_at=5), BACK),
         (_outcome(final=[]), "no final weights"),
     ],
 )
@@ -130,7 +130,7 @@ def test_other_weights_are_a_failure() -> None:
     ]
 
 
-def test_failures_of_machines_that_come_and_go() -> None:
+def test_failures_of_machines_that_come_and_go_are_named() -> None:
     def machine(weights: str, steps: tuple[int, ...] = (1, 2), names: str = "ab") -> Any:
         rounds = {step: {"weights": f"{weights} {step}", "names": list(names)} for step in steps}
         return SimpleNamespace(
@@ -149,4 +149,4 @@ def test_failures_of_machines_that_come_and_go() -> None:
     ):
         failures: list[str] = []
         chaos_members._result(machines, 2 * chaos_members.EVERY, failures)
-        assert any(each.startswith(text) for each in failures) if text else failures == []
+        assert any(failure.startswith(text) for failure in failures) if text else failures == []

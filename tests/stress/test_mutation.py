@@ -1,6 +1,4 @@
-"""The areas of `make test-mutants` name tests that exist, and explain lines that are in the
-code.
-"""
+"""The areas of `make test-mutants` name tests and lines that exist."""
 
 import pytest
 
@@ -14,6 +12,6 @@ def test_the_explained_lines_are_in_the_code() -> None:
 
 @pytest.mark.parametrize("area", AREAS)
 def test_the_tests_of_an_area_exist(area: str) -> None:
-    for test in {each for part in AREAS[area] for each in part.tests}:
+    for test in {path for part in AREAS[area] for path in part.tests}:
         file, _, name = test.partition("::")
         assert f"def {name or 'test_'}" in (TESTS / f"{file}.py").read_text(), test

@@ -1,6 +1,4 @@
-"""A rank that is stopped and goes on, and one that is killed; `make stragglers` measures all kinds
-of trouble.
-"""
+"""A rank that is stopped may go on, and a killed one is named."""
 
 import pytest
 
@@ -16,18 +14,18 @@ def test_a_rank_that_is_stopped_for_a_while_changes_nothing(run_ranks, hook):
         for trouble in (Trouble(), Trouble(stopped_s=1.0))
     )
     assert stopped[1 - LATE_RANK].longest_s > 0.5
-    assert {each.weights for found in (even, stopped) for each in found.values()} == {
+    assert {outcome.weights for outcomes in (even, stopped) for outcome in outcomes.values()} == {
         even[0].weights
     }
-    assert not any(each.error for each in (*even.values(), *stopped.values()))
+    assert not any(outcome.error for outcome in (*even.values(), *stopped.values()))
 
 
 def test_a_killed_rank_is_named(run_ranks):
     killed = outcomes(run_ranks, "powerSGD", Trouble(killed=True), **SHORT)
     assert sorted(killed) == [0, 2]
-    for rank, each in killed.items():
+    for rank, outcome in killed.items():
         assert (
-            f"rank {rank} of 3" in each.error
-            and f"rank {LATE_RANK} has ended or hangs" in each.error
+            f"rank {rank} of 3" in outcome.error
+            and f"rank {LATE_RANK} has ended or hangs" in outcome.error
         )
-        assert each.longest_s < 10
+        assert outcome.longest_s < 10

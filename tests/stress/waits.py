@@ -1,5 +1,4 @@
-"""Take each wait for a stream out of the packages, one at a time: a test on the simulated
-accelerator must fail.
+"""Takes out each wait for a stream in turn: a test on the simulated accelerator must fail.
 
     python -m tests.stress.waits [PART OF A PLACE ...]
 
@@ -61,8 +60,8 @@ others.
 EXPLAINED = {
     (
         "engine/immediate.py",
-        "finish",
-        "keep_for_current_stream([new_answer])",
+        "run",
+        "keep_for_current_stream([self.answer])",
     ): "the future has kept its value already",
     (
         "engine/streams.py",
@@ -94,16 +93,14 @@ LIMIT_S = 900
 
 
 def places() -> Iterator[tuple[str, str, ast.AST]]:
-    """The file and the function of each wait, with what is taken out: a statement, or the devices
-    of a future.
-    """
+    """Yield file and function of each wait, with the statement or devices that are taken out."""
     for file, text in sources().items():
         waits = WAITS | (
             SETTLES
             if file.endswith(("local_steps/fragments.py", "local_steps/exchange.py"))
             else set()
         )
-        yield from ((file, *found) for found in _in(ast.parse(text), "", waits))
+        yield from ((file, *place) for place in _in(ast.parse(text), "", waits))
 
 
 def _in(node: ast.AST, function: str, waits: set[str]) -> Iterator[tuple[str, ast.AST]]:
@@ -151,8 +148,9 @@ def main(wanted: list[str]) -> int:
         pytest = f"{warm_pytest()} {TESTS}"
         print("| place | taken out | found by |\n|---|---|---|")
         for file, function, node in places():
-            short, statement = file.removeprefix("commhooks/"), ast.unparse(node)
-            if wanted and not any(each in f"{short}:{function}" for each in wanted):
+            short = file.removeprefix("commhooks/")
+            statement = ast.unparse(node)
+            if wanted and not any(part in f"{short}:{function}" for part in wanted):
                 continue
             by = EXPLAINED.get((short, function, statement))
             if by is None:

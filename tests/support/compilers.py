@@ -1,6 +1,4 @@
-"""Whether this machine has the C compiler that the native library needs, and libraries built as on
-other machines.
-"""
+"""Tells whether there is a C compiler, and builds libraries as on other machines."""
 
 import contextlib
 import os
@@ -51,7 +49,7 @@ def another_library(*flags: str, compiler: str | None = None) -> Iterator[None]:
     """Context manager: use a library that this compiler (None: the usual one) builds with
     additional flags. The cache keeps it, because several tests use the same flags.
     """
-    sources = {source: (*own, *flags) for source, own in library.SOURCES.items()}
+    sources = {source: (*of_source, *flags) for source, of_source in library.SOURCES.items()}
     library.load.cache_clear()
     try:
         with mock.patch.dict(os.environ, {} if compiler is None else {"CC": compiler}):

@@ -24,7 +24,8 @@ Clock = dict["Stream", int]
 
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0, name: str = "") -> None:
-        self.device, self.priority = device, priority
+        self.device = device
+        self.priority = priority
         self.after: set[str] = set()
         self.clock: Clock = {}
         self._name = name or f"the stream of priority {priority}"
@@ -55,11 +56,14 @@ class Event:
     def __init__(self, cuda: "Cuda") -> None:
         self.after: frozenset[str] = frozenset()
         self.clock: Clock = {}
-        self._cuda, self._recorded = cuda, False
+        self._cuda = cuda
+        self._recorded = False
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._cuda.current()
-        self.after, self.clock, self._recorded = frozenset(stream.after), dict(stream.clock), True
+        self.after = frozenset(stream.after)
+        self.clock = dict(stream.clock)
+        self._recorded = True
 
     def query(self) -> bool:
         """The device is as late as it can be: whether the host has waited for it."""
@@ -75,8 +79,8 @@ class Event:
             self._cuda.wait_for(self)
 
     def elapsed_time(self, end: "Event") -> float:
-        for each in (self, end):
-            if not (each._recorded and each._has_passed()):
+        for event in (self, end):
+            if not (event._recorded and event._has_passed()):
                 raise RuntimeError(
                     "the time of an event that was not recorded, or for which nobody has waited"
                 )
@@ -147,7 +151,9 @@ class Cuda:
         def copying(
             tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any
         ) -> torch.Tensor:
-            moves = any(isinstance(each, (str, torch.device)) for each in (*args, *kwargs.values()))
+            moves = any(
+                isinstance(argument, (str, torch.device)) for argument in (*args, *kwargs.values())
+            )
             if not (non_blocking and moves):
                 return (self.waits(to) if moves else to)(tensor, *args, **kwargs)
             copied = to(tensor, *args, **kwargs, copy=True)
@@ -162,7 +168,7 @@ class Cuda:
 
     @property
     def codec(self) -> Stream:
-        (stream,) = (each for each in self.made if each.priority < 0)
+        (stream,) = (stream for stream in self.made if stream.priority < 0)
         return stream
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -172,7 +178,7 @@ class Cuda:
         """Wrap `read`, a method by which the host reads a tensor, to record what it waits for."""
 
         def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not any(tensor is each for each in self.pinned):
+            if not any(tensor is pinned for pinned in self.pinned):
                 self.wait(self.current().after)
             return read(tensor, *args, **kwargs)
 

@@ -120,17 +120,17 @@ def mean_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
 def replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> bool:
     """Whether weights and gradients are finite and bit-equal on every rank."""
-    own = [
+    parts = [
         p.detach().double().flatten()
         if not p.is_complex()
         else torch.view_as_real(p.detach()).double().flatten()
         for p in model.parameters()
     ]
-    own += [g.double().flatten() for g in gradients(model).values() if not g.is_complex()]
-    mine = torch.cat(own)
+    parts += [g.double().flatten() for g in gradients(model).values() if not g.is_complex()]
+    mine = torch.cat(parts)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return bool(mine.isfinite().all()) and all(torch.equal(mine, each) for each in everyone)
+    return bool(mine.isfinite().all()) and all(torch.equal(mine, flat) for flat in everyone)
 
 
 def residuals(hook: CommHook) -> dict[str, torch.Tensor]:

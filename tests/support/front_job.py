@@ -1,12 +1,11 @@
-"""A training on one of several machines that come and go, by a front end: `python front_job.py
-JSON`.
+"""Trains on one of several machines that come and go, by a front end: `python front_job.py JSON`.
 
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the
 weights and of the optimizer's state, the front end's number of steps, the learning rate of its
-scheduler. It trains `steps` steps, slowly as long as there is a file "slow" in the folder: machine
-a then waits after two rounds until machine b is coming. `sigterm`: it gets SIGTERM after so many
-outer steps, in mid-round. A machine with a `world` of several ranks shards the model by FSDP2;
-`port`: for their process group. `members` false: it trains alone, by DDP.
+scheduler. It trains `steps` steps. While there is a file "slow" in the folder, machine a waits
+after two rounds until machine b is coming, and both train slowly from there on. `lag_s`: how much
+longer each step takes. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
+machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group. `members` false: it trains alone, by DDP.
 """
 
 import hashlib
@@ -30,22 +29,29 @@ EVERY = 5
 
 
 class Rounds:
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._slow, self._coming = (Path(given["folder"]) / name for name in ("slow", "coming"))
-        self._before, self._count, self._sigterm = 0, 0, given.get("sigterm")
-        if given["name"] != "a":
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._slow, self._coming = (Path(settings["folder"]) / name for name in ("slow", "coming"))
+        self._before = 0
+        self._count = 0
+        self._sigterm = settings.get("sigterm")
+        self._looks = 0
+        self._lag_s = settings.get("lag_s", 0.0)
+        if settings["name"] != "a":
             self._coming.touch()
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
         stats = hook.stats()
+        self._looks += 1
+        if self._lag_s:
+            time.sleep(self._lag_s)
+            said("trained", steps=self._looks)
         if stats["step"] > self._before and stats["step_in_round"] == 0:
-            self._before, self._count = stats["step"], self._count + 1
+            self._before = stats["step"]
+            self._count = self._count + 1
             weights = [p for group in optimizer.param_groups for p in group["params"]]
-            more["weights"], more["moments"] = (
-                hash_of(weights),
-                hash_of(optimizer.state[p]["exp_avg"] for p in weights),
-            )
+            more["weights"] = hash_of(weights)
+            more["moments"] = hash_of(optimizer.state[p]["exp_avg"] for p in weights)
             lr = optimizer.param_groups[0]["lr"]
             said("round", step=stats["step"], names=names_in(hook), steps=steps, lr=lr, **more)
         if (
@@ -57,8 +63,8 @@ class Rounds:
             os.kill(os.getpid(), signal.SIGTERM)
         while self._before == 2 and self._slow.exists() and not self._coming.exists():
             time.sleep(0.02)
-        if self._slow.exists():
-            time.sleep(0.3 if len(names_in(hook)) < 2 else 0.1)
+        if self._before >= 2 and self._slow.exists():
+            time.sleep(0.3 if len(names_in(hook)) < 2 else 0.05)
 
 
 def said(what: str, **more: Any) -> None:
@@ -75,10 +81,10 @@ def names_in(hook: Any) -> list[str]:
 
 
 def hash_of(tensors: Any) -> str:
-    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest()[
-        :16
-    ]
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return hashlib.sha256(
+        b"".join(tensor.detach().numpy().tobytes() for tensor in local)
+    ).hexdigest()[:16]
 
 
 def new_model(seed: int) -> torch.nn.Module:
@@ -98,7 +104,7 @@ def new_data(name: str, samples: int = 48) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 6, generator=generator))
 
 
-def lightning(given: dict[str, Any]) -> None:
+def lightning(settings: dict[str, Any]) -> None:
     import lightning.pytorch as pl
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -109,7 +115,7 @@ def lightning(given: dict[str, Any]) -> None:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = new_model(given["seed"])
+            self.net = new_model(settings["seed"])
 
         def configure_model(self) -> None:
             if sharded:
@@ -129,10 +135,12 @@ def lightning(given: dict[str, Any]) -> None:
             }
 
     class Looks(pl.Callback):
-        rounds, weights = Rounds(given), ""
+        rounds = Rounds(settings)
+        weights = ""
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            hook, optimizer = trainer.strategy.comm_hook, trainer.optimizers[0]
+            hook = trainer.strategy.comm_hook
+            optimizer = trainer.optimizers[0]
             epoch = [trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx]
             self.rounds.look(hook, optimizer, trainer.global_step, epoch=epoch)
             self.weights = hash_of(module.parameters())
@@ -140,27 +148,29 @@ def lightning(given: dict[str, Any]) -> None:
         def on_validation_start(self, trainer: Any, module: Any) -> None:
             said("validation", same=hash_of(module.parameters()) == self.weights)
 
-    folder = Path(given["folder"]) / given["name"]
+    folder = Path(settings["folder"]) / settings["name"]
     saves = ModelCheckpoint(
-        folder, "{step}", every_n_train_steps=given.get("save_every", 7), save_top_k=-1
+        folder, "{step}", every_n_train_steps=settings.get("save_every", 7), save_top_k=-1
     )
     loader = DataLoader(
-        new_data(given.get("data", given["name"]), given.get("samples", 48)), batch_size=2
+        new_data(settings.get("data", settings["name"]), settings.get("samples", 48)), batch_size=2
     )
-    sharded = given.get("world", 1) > 1
+    sharded = settings.get("world", 1) > 1
     strategy = CommHookFSDP2 if sharded else CommHookDDP
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=given.get("world", 1),
+        devices=settings.get("world", 1),
         plugins=[TorchElasticEnvironment()] if sharded else [],
         strategy=strategy(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+            hook="diloco",
+            hook_options={"sync_every": settings.get("every", EVERY)},
+            members=machine(settings),
         ),
-        max_steps=given["steps"],
+        max_steps=settings["steps"],
         max_epochs=-1,
         check_val_every_n_epoch=None,
         val_check_interval=14,
-        limit_val_batches=given.get("validation", 2),
+        limit_val_batches=settings.get("validation", 2),
         accumulate_grad_batches=1 if sharded else 2,
         callbacks=[Looks(), CommHookMonitor(), saves],
         logger=CSVLogger(folder, name="", version=""),
@@ -169,34 +179,40 @@ def lightning(given: dict[str, Any]) -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    module, ended_by = Module(), ""
+    module = Module()
+    ended_by = ""
     try:
-        trainer.fit(module, loader, loader, ckpt_path=given.get("resume"))
+        trainer.fit(module, loader, loader, ckpt_path=settings.get("resume"))
     except SystemExit as error:
         ended_by = type(error).__name__
-    hook, weights = trainer.strategy.comm_hook, hash_of(module.parameters())
+    hook = trainer.strategy.comm_hook
+    weights = hash_of(module.parameters())
     end = {"steps": trainer.global_step, "round": hook.stats()["step"], "names": names_in(hook)}
     said("end", weights=weights, ended_by=ended_by, **end)
 
 
-def fabric(given: dict[str, Any]) -> None:
+def fabric(settings: dict[str, Any]) -> None:
     from lightning.fabric import Fabric
 
     from lightning_commhooks.fabric import CommHookDDP
 
     strategy = CommHookDDP(
-        hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+        hook="diloco",
+        hook_options={"sync_every": settings.get("every", EVERY)},
+        members=machine(settings),
     )
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
-    bare = new_model(given["seed"])
+    bare = new_model(settings["seed"])
     optimizer, scheduler = new_optimizer(bare)
     model, optimizer = fabric.setup(bare, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(new_data(given["name"]), batch_size=4))
-    hook, done, rounds = strategy.comm_hook, [0], Rounds(given)
+    loader = fabric.setup_dataloaders(DataLoader(new_data(settings["name"]), batch_size=4))
+    hook = strategy.comm_hook
+    done = [0]
+    rounds = Rounds(settings)
     hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
-    while done[0] < given["steps"]:
+    while done[0] < settings["steps"]:
         for (inputs,) in loader:
             optimizer.zero_grad()
             fabric.backward(model(inputs).square().mean())
@@ -204,13 +220,15 @@ def fabric(given: dict[str, Any]) -> None:
             scheduler.step()
             done[0] += 1
             rounds.look(hook, optimizer, done[0])
-            if done[0] >= given["steps"]:
+            if done[0] >= settings["steps"]:
                 break
-    fabric.save(f"{given['folder']}/{given['name']}.ckpt", {"model": model, "optimizer": optimizer})
+    fabric.save(
+        f"{settings['folder']}/{settings['name']}.ckpt", {"model": model, "optimizer": optimizer}
+    )
     said("end", steps=done[0], round=hook.stats()["step"], names=names_in(hook))
 
 
-def accelerate(given: dict[str, Any]) -> None:
+def accelerate(settings: dict[str, Any]) -> None:
     """Train with the settings in YAML, a prepared scheduler, and gradients of two batches for a
     step. Saves in mid-round, and at the end goes back to the saved state.
     """
@@ -218,16 +236,18 @@ def accelerate(given: dict[str, Any]) -> None:
 
     from accelerate_commhooks import CommHookKwargs
 
-    folder = Path(given["folder"]) / given["name"]
+    folder = Path(settings["folder"]) / settings["name"]
     folder.mkdir(exist_ok=True)
-    if given.get("world", 1) > 1:
+    if settings.get("world", 1) > 1:
         from tests.support.accelerators import sharding_accelerator
 
         handler = CommHookKwargs(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+            hook="diloco",
+            hook_options={"sync_every": settings.get("every", EVERY)},
+            members=machine(settings),
         )
         accelerator = sharding_accelerator(handler, replicas=1)
-    elif given["name"] == "a":  # by the name of the host
+    elif settings["name"] == "a":  # by the name of the host
         (folder / "hook.yaml").write_text(
             f"hook: diloco\nhook_options: {{sync_every: {EVERY}}}\nmembers: torchft\n"
         )
@@ -236,18 +256,22 @@ def accelerate(given: dict[str, Any]) -> None:
         handler.attach(accelerator)
     else:
         handler = CommHookKwargs(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(given)
+            hook="diloco",
+            hook_options={"sync_every": settings.get("every", EVERY)},
+            members=machine(settings),
         )
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         handler.attach(accelerator)
-    model = new_model(given["seed"])
+    model = new_model(settings["seed"])
     optimizer, scheduler = new_optimizer(model)
-    loader = DataLoader(new_data(given["name"]), batch_size=2)
+    loader = DataLoader(new_data(settings["name"]), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    hook, done, rounds = handler.attached, [0], Rounds(given)
+    hook = handler.attached
+    done = [0]
+    rounds = Rounds(settings)
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
     hook.members.register("done", lambda: list(done), lambda value: done.__setitem__(0, value[0]))
-    while done[0] < given["steps"]:
+    while done[0] < settings["steps"]:
         for (inputs,) in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(inputs).square().mean())
@@ -269,11 +293,11 @@ def accelerate(given: dict[str, Any]) -> None:
                     weights=weights,
                 )
                 return
-            if done[0] in (7, given["steps"] - 3):
+            if done[0] in (7, settings["steps"] - 3):
                 before = hash_of(model.parameters())
                 accelerator.save_state(folder / "state")
                 said("saved", same=hash_of(model.parameters()) == before)
-            if done[0] >= given["steps"]:
+            if done[0] >= settings["steps"]:
                 break
     last = hook.stats()["step"]
     accelerator.load_state(folder / "state")
@@ -288,7 +312,7 @@ def accelerate(given: dict[str, Any]) -> None:
     )
 
 
-def transformers(given: dict[str, Any]) -> None:
+def transformers(settings: dict[str, Any]) -> None:
     from transformers import TrainerCallback, TrainingArguments
 
     from accelerate_commhooks.transformers import CommHookTrainer
@@ -296,14 +320,15 @@ def transformers(given: dict[str, Any]) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = new_model(given["seed"])
+            self.net = new_model(settings["seed"])
 
         def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
-            found = self.net(x)
-            return {"loss": found.square().mean(), "logits": found}
+            output = self.net(x)
+            return {"loss": output.square().mean(), "logits": output}
 
     class Looks(TrainerCallback):
-        rounds, weights = Rounds(given), ""
+        rounds = Rounds(settings)
+        weights = ""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer = trainer.optimizer.optimizer
@@ -320,9 +345,9 @@ def transformers(given: dict[str, Any]) -> None:
                 said("logged", members=logs["commhooks/members"], loss=logs["loss"])
 
     arguments = TrainingArguments(
-        f"{given['folder']}/{given['name']}",
+        f"{settings['folder']}/{settings['name']}",
         use_cpu=True,
-        max_steps=given["steps"],
+        max_steps=settings["steps"],
         learning_rate=0.01,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -331,12 +356,12 @@ def transformers(given: dict[str, Any]) -> None:
         save_steps=28,
         save_total_limit=2,
         logging_steps=5,
-        report_to=given.get("report_to", "none"),
-        enable_jit_checkpoint="sigterm" in given,
+        report_to=settings.get("report_to", "none"),
+        enable_jit_checkpoint="sigterm" in settings,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    data = [{"x": x} for (x,) in new_data(given["name"])]
+    data = [{"x": x} for (x,) in new_data(settings["name"])]
     trainer = CommHookTrainer(
         Net(),
         arguments,
@@ -344,8 +369,8 @@ def transformers(given: dict[str, Any]) -> None:
         eval_dataset=data[:4],
         callbacks=[Looks()],
         hook="diloco",
-        hook_options={"sync_every": EVERY},
-        members=machine(given),
+        hook_options={"sync_every": settings.get("every", EVERY)},
+        members=machine(settings),
     )
     trainer.train()
     hook = trainer.comm_hook
@@ -356,20 +381,20 @@ def transformers(given: dict[str, Any]) -> None:
     }
     end["weights"] = hash_of(p for group in trainer.optimizer.param_groups for p in group["params"])
     # the last 14 steps once more, as a new machine; it meets the others after the first one
-    if given["name"] == "a":
+    if settings["name"] == "a" and "every" not in settings:
         trainer.train(
-            resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{given['steps'] - 14}"
+            resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{settings['steps'] - 14}"
         )
         assert hook is not trainer.comm_hook
         end |= {"again": [trainer.state.global_step, trainer.comm_hook.stats()["step"]]}
     said("end", **end)
 
 
-def machine(given: dict[str, Any]) -> commhooks.Torchft | None:
-    least = given.get("least", 1)
+def machine(settings: dict[str, Any]) -> commhooks.Torchft | None:
+    least = settings.get("least", 1)
     return (
-        commhooks.Torchft(name=given["name"], timeout_s=20.0, min_machines=least)
-        if given.get("members", True)
+        commhooks.Torchft(name=settings["name"], timeout_s=20.0, min_machines=least)
+        if settings.get("members", True)
         else None
     )
 
@@ -390,5 +415,5 @@ if __name__ == "__main__":
         }
         ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": arguments["port"]}
         os.environ.update({name: str(value) for name, value in ranks.items()})
-    fronts = {each.__name__: each for each in (lightning, fabric, accelerate, transformers)}
+    fronts = {front.__name__: front for front in (lightning, fabric, accelerate, transformers)}
     fronts[arguments["front"]](arguments)

@@ -18,7 +18,7 @@ ALL = [
     for name in KINDS
     if name not in COMBINATIONS
 ]
-IN_32_BITS = [each for each in ALL if KINDS[each.id].learns and KINDS[each.id].wrapper is None]
+IN_32_BITS = [kind for kind in ALL if KINDS[kind.id].learns and KINDS[kind.id].wrapper is None]
 SORTS = ("fp16", "powerSGD, bf16 wrapper", "batched", "int8, native")
-ONE_OF_EACH = [each for each in ALL if each.id in SORTS]
+ONE_OF_EACH = [kind for kind in ALL if kind.id in SORTS]
 """A codec of each sort, and a wrapper."""

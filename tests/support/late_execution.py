@@ -95,7 +95,8 @@ class LateExecution:
 
     def _is_ready(self, work: Work) -> bool:
         return all(
-            not (q := self._queues.get(each)) or q[0].number > n for each, n in work.after.items()
+            not (q := self._queues.get(stream)) or q[0].number > n
+            for stream, n in work.after.items()
         )
 
     def _shuffled(self, clock: Clock) -> list[tuple[Stream, int]]:
@@ -104,18 +105,19 @@ class LateExecution:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether an operator computes nothing: its result is a view of its argument, or it changes
-    shape or storage.
-    """
+    """Whether an operator computes nothing: it returns a view, or changes shape or storage."""
     if torch.Tag.inplace_view in func.tags:
         return True
-    return not writes(func) and any(each.alias_info is not None for each in func._schema.returns)
+    return not writes(func) and any(
+        returned.alias_info is not None for returned in func._schema.returns
+    )
 
 
 @functools.cache
 def writes(func: Any) -> bool:
     return any(
-        each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in func._schema.arguments
     )
 
 
@@ -126,27 +128,27 @@ def can_be_late(func: Any) -> bool:
         return False
     returns = func._schema.returns
     if not writes(func):
-        return bool(returns) and all("Tensor" in str(each.type) for each in returns)
-    return all(each.alias_info is not None for each in returns)
+        return bool(returns) and all("Tensor" in str(returned.type) for returned in returns)
+    return all(returned.alias_info is not None for returned in returns)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator that only writes into its arguments."""
     schema = func._schema
-    given = {
+    by_alias = {
         str(argument.alias_info.before_set): args[place]
         if place < len(args)
         else kwargs.get(argument.name)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
     }
-    found = [given[str(each.alias_info.before_set)] for each in schema.returns]
-    return None if not found else found[0] if len(found) == 1 else tuple(found)
+    results = [by_alias[str(returned.alias_info.before_set)] for returned in schema.returns]
+    return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
 def spoil(tensors: Iterable[torch.Tensor]) -> None:
-    for each in tensors:
-        each.fill_(torch.nan if each.is_floating_point() or each.is_complex() else 0)
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 def write_later(
@@ -159,9 +161,9 @@ def write_later(
     def run() -> None:
         result = func(*args, **kwargs)
         if new:
-            values = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-            for each, value in zip(new, values, strict=True):
-                each.copy_(value)
+            values = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+            for target, value in zip(new, values, strict=True):
+                target.copy_(value)
 
     return run
 
@@ -175,21 +177,21 @@ def collective(
     copies: dict[int, torch.Tensor] = {}
     originals: dict[int, torch.Tensor] = {}
 
-    def copy(each: Any) -> Any:
-        if not isinstance(each, torch.Tensor):
-            return each
-        if id(each) not in copies:
-            copies[id(each)] = each.clone()
-            originals[id(copies[id(each)])] = each
-        return copies[id(each)]
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+            originals[id(copies[id(value)])] = value
+        return copies[id(value)]
 
     result = func(*tree_map(copy, args), **tree_map(copy, kwargs))
-    works = [each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject)]
+    works = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
 
     def run() -> None:
-        for each in works:
-            dist.Work.unbox(each).wait()
-        for each in answers:
-            each.copy_(copies[id(each)])
+        for work in works:
+            dist.Work.unbox(work).wait()
+        for answer in answers:
+            answer.copy_(copies[id(answer)])
 
-    return tree_map(lambda each: originals.get(id(each), each), result), run
+    return tree_map(lambda value: originals.get(id(value), value), result), run

@@ -57,9 +57,7 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 class Model(pl.LightningModule):
-    """Three matrices that are worth compressing, and their biases, without dropout or other
-    noise.
-    """
+    """Has three matrices that are worth compressing, and biases, without any noise."""
 
     def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
@@ -101,9 +99,7 @@ class ManualModel(Model):
 
 
 class TwoOptimizersModel(ManualModel):
-    """An optimizer for the first layers and one for the last, which step in turn after one backward
-    pass each.
-    """
+    """Steps an optimizer of the first layers and one of the last in turn."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -205,11 +201,10 @@ def caught_warnings() -> Iterator[list[str]]:
     with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-        texts += [str(each.message) for each in caught]
+        texts += [str(warning.message) for warning in caught]
 
 
-# ---- a fit that may save or resume
-# --------------------------------------------------------------------------------
+# ---- a fit that may save or resume ---------------------------------------------------------------
 
 # Compressing from the second epoch on; checkpoints at the end of the second, so that residuals are
 # in them.
@@ -274,8 +269,7 @@ def residuals(payload: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- in the parent process
-# -------------------------------------------------------------------------------------------
+# ---- in the parent process -----------------------------------------------------------------------
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -40,15 +40,17 @@ class LocalDriver:
         device: torch.device,
         world_size: int = 1,
     ) -> None:
-        self._compressor, self._world_size = compressor, world_size
+        self._compressor = compressor
+        self._world_size = world_size
         self.choice = use_own_kernel(
-            compressor, device, {p.dtype for each in buckets for p in each.values()}
+            compressor, device, {p.dtype for bucket in buckets for p in bucket.values()}
         )
         self._state = LearnedState.of(compressor.state_fields)
         # None for a bucket of which nothing is compressed
         self._buckets: list[tuple[torch.Tensor, Any]] = []
         for named in buckets:
-            parameters, names = list(named.values()), ModelNames(named.items())
+            parameters = list(named.values())
+            names = ModelNames(named.items())
             dtype = parameters[0].dtype
             # weights are copied before they are exchanged, and begin from a common anchor
             if isinstance(compressor, LocalStepsCompressor):

@@ -89,13 +89,16 @@ class Machine:
         *modules: str,
         prefix: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
-        **given: Any,
+        **settings: Any,
     ) -> None:
-        self.name, self.lines, self.log = name, list[dict[str, Any]](), folder / f"{name}.log"
+        self.name = name
+        self.lines = list[dict[str, Any]]()
+        self.log = folder / f"{name}.log"
         self._news = threading.Condition()
-        self.processes, self.ranks = [], range(given.get("world", 1))
+        self.processes = []
+        self.ranks = range(settings.get("world", 1))
         for rank in self.ranks:
-            text = json.dumps(given | {"name": name, "folder": str(folder), "rank": rank})
+            text = json.dumps(settings | {"name": name, "folder": str(folder), "rank": rank})
             with self.log.open("a") as errors:
                 started = subprocess.Popen(
                     [
@@ -132,9 +135,9 @@ class Machine:
             arrived = self._news.wait_for(
                 lambda: any(map(met, self.lines)) or self.processes[0].poll() is not None, limit_s
             )
-        found = next(filter(met, self.lines), None)
-        assert arrived and found is not None, f"{self.lines[-5:]}\n{self.log.read_text()[-4000:]}"
-        return found
+        line = next(filter(met, self.lines), None)
+        assert arrived and line is not None, f"{self.lines[-5:]}\n{self.log.read_text()[-4000:]}"
+        return line
 
     def wait_for_text(self, pattern: str, limit_s: float = 60.0) -> None:
         """Wait until the log has a line with `pattern`."""
@@ -159,9 +162,9 @@ class Machine:
 
     def end(self) -> dict[str, Any]:
         """Wait for the last line and the end of the process."""
-        found = self.wait_for(lambda line: line["what"] in ("end", "error"))
+        last = self.wait_for(lambda line: line["what"] in ("end", "error"))
         assert self.processes[0].wait(60) == 0
-        return found
+        return last
 
     def signal(self, number: int) -> None:
         for line in list(self.lines):
@@ -170,9 +173,9 @@ class Machine:
                     os.kill(line["pid"], number)
 
     def kill(self) -> None:
-        for each in self.processes:
-            each.send_signal(signal.SIGKILL)
-            each.wait()
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
 
 
 def assert_equal(*machines: Machine, began_together: bool = False) -> None:
@@ -181,15 +184,20 @@ def assert_equal(*machines: Machine, began_together: bool = False) -> None:
     come.
     """
     for rank in machines[0].ranks:
-        rounds, compared = [each.rounds_of(rank) for each in machines], 0
+        rounds = [machine.rounds_of(rank) for machine in machines]
+        compared = 0
         for step in sorted(set().union(*rounds)):
-            there = [each[step] for each in rounds if step in each and len(each[step]["names"]) > 1]
+            there = [
+                of_machine[step]
+                for of_machine in rounds
+                if step in of_machine and len(of_machine[step]["names"]) > 1
+            ]
             if len(there) > 1:
                 apart = {"moments"} if compared or began_together else set()
                 alike = [
                     {name: x for name, x in line.items() if name not in apart} for line in there
                 ]
-                assert all(each == alike[0] for each in alike), there
+                assert all(weights == alike[0] for weights in alike), there
                 compared += 1
         assert compared > 3
 
@@ -200,14 +208,16 @@ def free_port() -> int:
         return port
 
 
-def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine, dict[str, Any]]:
+def one_gets_sigterm(
+    folder: Path, *modules: str, **settings: Any
+) -> tuple[Machine, dict[str, Any]]:
     """Two machines train by front_job.py, and b gets SIGTERM in mid-round: it ends the round early,
     together with a, which goes on alone at once. (transformers stops some seconds later, maybe at
     the end of a round, and has then no part to send.) Returns a and the last line of b.
     """
     (folder / "slow").touch()
     with lighthouse(wait_s=30.0, dead_s=4.0) as address:
-        new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **given)
+        new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **settings)
         first = new("a", *modules, seed=0)
         first.round(2)
         second = new("b", *modules, seed=1, sigterm=5)
@@ -218,7 +228,8 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine
             )
             last = first.rounds[end["round"]]
             assert last["names"] == ["a", "b"] and last["weights"] == end["weights"], (last, end)
-            log, in_mid_round = second.log.read_text(), end["steps"] % 5 != 0
+            log = second.log.read_text()
+            in_mid_round = end["steps"] % 5 != 0
             assert (
                 "this machine leaves, and has sent its part of the round" in log
             ) == in_mid_round, log
@@ -229,8 +240,29 @@ def one_gets_sigterm(folder: Path, *modules: str, **given: Any) -> tuple[Machine
     return first, end
 
 
+def one_is_slower(folder: Path, *modules: str, **given: Any) -> None:
+    """Two machines train 36 steps by front_job.py, one of which takes much longer for a step. Its
+    step count and learning rate follow those of the other one, and both end with the same round.
+    """
+    with lighthouse() as address:
+        new = functools.partial(
+            Machine, FRONT_JOB, address, folder, seed=0, steps=36, every=9, least=2, **given
+        )
+        both = new("a", *modules), new("b", *modules, lag_s=0.4)
+        try:
+            for machine in both:
+                end = machine.end()
+                assert (end["steps"], end["round"]) == (36, 4), (machine.name, end)
+        finally:
+            for machine in both:
+                machine.kill()
+    assert_equal(*both, began_together=True)
+    trained = [line["steps"] for line in both[1].lines if line["what"] == "trained"]
+    assert trained[-1] < 30, trained
+
+
 def one_comes_and_is_killed(
-    folder: Path, *modules: str, **given: Any
+    folder: Path, *modules: str, **settings: Any
 ) -> tuple[Machine, Machine, dict[str, Any]]:
     """Machine a trains `given["steps"]` steps by front_job.py. b comes later, with other weights,
     trains some rounds with it, and is killed. Returns both and the last line of a.
@@ -238,7 +270,7 @@ def one_comes_and_is_killed(
     slow = folder / "slow"
     slow.touch()
     with lighthouse(wait_s=30.0, dead_s=4.0) as address:
-        new = functools.partial(Machine, FRONT_JOB, address, folder, **given)
+        new = functools.partial(Machine, FRONT_JOB, address, folder, **settings)
         first = new("a", *modules, seed=0, port=free_port())
         first.round(2)
         second = new("b", *modules, seed=1, port=free_port())
@@ -248,8 +280,8 @@ def one_comes_and_is_killed(
         slow.unlink()
         end = first.end()
     assert_equal(first, second)
-    assert end["steps"] == given["steps"] and end["names"] == ["a"]
-    assert end["round"] == given["steps"] // 5 and sorted(first.rounds) == [
+    assert end["steps"] == settings["steps"] and end["names"] == ["a"]
+    assert end["round"] == settings["steps"] // 5 and sorted(first.rounds) == [
         *range(1, end["round"] + 1)
     ]
     return first, second, end

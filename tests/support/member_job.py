@@ -74,37 +74,42 @@ def weights_of(model: nn.Module) -> str:
 
 
 def hash_of(tensors: Iterable[torch.Tensor]) -> str:
-    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in local)).hexdigest()[
-        :16
-    ]
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return hashlib.sha256(
+        b"".join(tensor.detach().numpy().tobytes() for tensor in local)
+    ).hexdigest()[:16]
 
 
 def shard_of(
     parameters: dict[str, torch.Tensor], shard: int, shards: int
 ) -> dict[str, torch.Tensor]:
     """The parts of the parameters on this rank of `shards`, as fully_shard divides them."""
-    rows = {name: -(-len(each) // shards) for name, each in parameters.items()}
+    rows = {name: -(-len(parameter) // shards) for name, parameter in parameters.items()}
     return {
-        name: each[shard * rows[name] : (shard + 1) * rows[name]]
-        for name, each in parameters.items()
+        name: parameter[shard * rows[name] : (shard + 1) * rows[name]]
+        for name, parameter in parameters.items()
     }
 
 
-def main(given: dict) -> None:
-    name, rank, world = given["name"], given["rank"], given.get("world", 1)
+def main(settings: dict) -> None:
+    name = settings["name"]
+    rank = settings["rank"]
+    world = settings.get("world", 1)
     print(json.dumps({"what": "process", "pid": os.getpid()}), flush=True)
-    if "buffer_bytes" in given:  # several buffers
-        flat_weights.BUFFER_BYTES = given["buffer_bytes"]
-    model = module = new_model(given.get("seed", 0), given.get("width", 8), given.get("out", 3))
+    if "buffer_bytes" in settings:  # several buffers
+        flat_weights.BUFFER_BYTES = settings["buffer_bytes"]
+    model = module = new_model(
+        settings.get("seed", 0), settings.get("width", 8), settings.get("out", 3)
+    )
     with torch.no_grad():
-        module[0].bias[-1] += given.get("shift", 0)
-    shards, replicate_group = given.get("shards"), None
+        module[0].bias[-1] += settings.get("shift", 0)
+    shards = settings.get("shards")
+    replicate_group = None
     module.register_buffer("seen", torch.zeros(()))
     if world > 1 or shards is not None:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{given['folder']}/store-{name}",
+            init_method=f"file://{settings['folder']}/store-{name}",
             rank=rank,
             world_size=world,
         )
@@ -113,17 +118,23 @@ def main(given: dict) -> None:
             "cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard")
         )
         replicate_group = mesh["replicate"] if shards < world else None
-        columns = given.get("columns")
+        columns = settings.get("columns")
         for unit in (module[0], module):
             placement = lambda p: Shard(1) if p.dim() == 2 and len(p) > 1 and columns else None  # noqa: E731
             fully_shard(unit, mesh=mesh["shard"], shard_placement_fn=placement)
     elif world > 1:
         model = nn.parallel.DistributedDataParallel(module)
     options = commhooks.DiLoCo(
-        sync_every=given["every"], wire=given["wire"], lr_factor=1.0, **given.get("options", {})
+        sync_every=settings["every"],
+        wire=settings["wire"],
+        lr_factor=1.0,
+        **settings.get("options", {}),
     )
     members = commhooks.Torchft(
-        name=name, timeout_s=given.get("timeout_s", 20.0), min_machines=given.get("least", 1)
+        name=name,
+        timeout_s=settings.get("timeout_s", 20.0),
+        min_machines=settings.get("least", 1),
+        wait_for=settings.get("wait_for", "first"),
     )
     try:
         hook = commhooks.attach(model, options, members=members, replicate_group=replicate_group)
@@ -139,7 +150,7 @@ def main(given: dict) -> None:
         hook.members.register("object", lambda: [object()], lambda value: None)
         stopping: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
-        inject(*given["fault"]) if "fault" in given and rank == world - 1 else None
+        inject(*settings["fault"]) if "fault" in settings and rank == world - 1 else None
 
         def stops() -> bool:
             """Whether a rank of this machine has got SIGTERM: all of them stop at the same step."""
@@ -160,13 +171,17 @@ def main(given: dict) -> None:
                     for key in ("anchor", "outer_momentum")
                     for name in sorted(learned[key])
                 ]
-                moments = [each for own in optimizer.state.values() for each in own.values()]
+                moments = [
+                    moment
+                    for of_parameter in optimizer.state.values()
+                    for moment in of_parameter.values()
+                ]
                 return {
                     "weights": weights_of(module),
                     "learned": hash_of(kept),
                     "moments": hash_of(moments),
                 }
-            found = {key: payload[key] for key in ("step", "exact", "residual")} | {
+            saved = {key: payload[key] for key in ("step", "exact", "residual")} | {
                 "weights": weights_of(module)
             }
             for key in ("anchor", "outer_momentum", "residual"):
@@ -175,31 +190,32 @@ def main(given: dict) -> None:
                     for entry in payload["parameters"].values()
                     if entry.get(key) is not None
                 ]
-                tensors = [each for each in tensors if each.any()]
-                found[key] = [len(tensors), hash_of(tensors)]
-            return found
+                tensors = [tensor for tensor in tensors if tensor.any()]
+                saved[key] = [len(tensors), hash_of(tensors)]
+            return saved
 
-        if "load" in given and shards is not None:
+        if "load" in settings and shards is not None:
             content = sharded_content(module, optimizer, hook)
-            dcp.load(content, checkpoint_id=f"{given['folder']}/{given['load']}")
+            dcp.load(content, checkpoint_id=f"{settings['folder']}/{settings['load']}")
             weights, moments = content["model"], content["optimizer"]
             set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=moments)
             said("loaded", state=state({}))
-        elif "load" in given:
-            saved = torch.load(f"{given['folder']}/{given['load']}.pt", weights_only=True)
+        elif "load" in settings:
+            saved = torch.load(f"{settings['folder']}/{settings['load']}.pt", weights_only=True)
             module.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             hook.load_state_dict(saved["hook"])
             said("loaded", state=state(hook.state_dict("mean")))
-        count, before = 0, None
+        count = 0
+        before = None
         while (
-            count < given["steps"]
-            and hook.stats()["step"] < given.get("rounds", 10**9)
+            count < settings["steps"]
+            and hook.stats()["step"] < settings.get("rounds", 10**9)
             and not stops()
         ):
             # machines differ, and have that of the first after an outer step
             module.seen += 1 + len(name)
-            if given.get("nan") == count and rank == (shards or 1) - 1:
+            if settings.get("nan") == count and rank == (shards or 1) - 1:
                 moment = next(iter(optimizer.state.values()))["exp_avg"]
                 (moment.to_local() if isinstance(moment, DTensor) else moment).view(-1)[0] = (
                     torch.nan
@@ -227,13 +243,14 @@ def main(given: dict) -> None:
                     **more,
                 )
             before = now
-            time.sleep(given.get("sleep_s", 0.01))
-        if given.get("save") and shards is not None:
+            time.sleep(settings.get("sleep_s", 0.01))
+        if settings.get("save") and shards is not None:
             dcp.save(
-                sharded_content(module, optimizer, hook), checkpoint_id=f"{given['folder']}/{name}"
+                sharded_content(module, optimizer, hook),
+                checkpoint_id=f"{settings['folder']}/{name}",
             )
             said("saved", state=state({}))
-        elif given.get("save"):
+        elif settings.get("save"):
             payload = hook.state_dict("mean")
             said("saved", state=state(payload))
             if rank == 0:
@@ -242,8 +259,8 @@ def main(given: dict) -> None:
                     "optimizer": optimizer.state_dict(),
                     "hook": payload,
                 }
-                torch.save(content, f"{given['folder']}/{name}.pt")
-        sent = hook.members.leave(given.get("wait_s", 0.0))
+                torch.save(content, f"{settings['folder']}/{name}.pt")
+        sent = hook.members.leave(settings.get("wait_s", 0.0))
         said("end", count=count, sent=sent, weights=weights_of(module), step=hook.stats()["step"])
     except commhooks.CommHookError as error:
         print(
@@ -262,19 +279,15 @@ def sharded_content(
 
 
 def inject(what: str, number: int) -> None:
-    begin, finite, confirm, exchanged, confirmed = (
-        OuterExchange.begin,
-        OuterExchange.finite,
-        Connections.confirm,
-        [0],
-        [0],
-    )
-    answer, connect, connecting, share = (
-        StateServer._answer,
-        Connections.connect,
-        [0],
-        CommonState.share,
-    )
+    begin = OuterExchange.begin
+    finite = OuterExchange.finite
+    confirm = Connections.confirm
+    exchanged = [0]
+    confirmed = [0]
+    answer = StateServer._answer
+    connect = Connections.connect
+    connecting = [0]
+    share = CommonState.share
 
     def new_begin(exchange: OuterExchange) -> None:
         exchanged[0] += 1
@@ -283,12 +296,12 @@ def inject(what: str, number: int) -> None:
         begin(exchange)
 
     def new_finite(exchange: OuterExchange) -> torch.Tensor:
-        found = finite(exchange)
+        good = finite(exchange)
         if exchanged[0] == number and what == "exchanged":
             os.kill(os.getpid(), signal.SIGKILL)
         if exchanged[0] == number and what == "refused":
             raise RuntimeError("the connection was lost (a test)")
-        return found
+        return good
 
     def new_confirm(connections: Connections) -> None:
         if what == "agreed" and exchanged[0] == number:
@@ -303,25 +316,28 @@ def inject(what: str, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         answer(server, request)
 
-    def new_connect(connections: Connections, *given: Any) -> None:
+    def new_connect(connections: Connections, *arguments: Any) -> None:
         connecting[0] += 1
-        if what == "blocked" and len(given[0]) > 1:
+        if what == "blocked" and len(arguments[0]) > 1:
             raise RuntimeError("no route (a test)")
         if what == "listed" and connecting[0] == number:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "unconnected" and connecting[0] == number:
             raise RuntimeError("the connection was lost (a test)")
-        connect(connections, *given)
+        connect(connections, *arguments)
 
     def new_share(common: CommonState, **options: Any) -> Any:
-        found = share(common, **options)
+        shared = share(common, **options)
         if what == "unshared" and exchanged[0] == number and "group" in options:
             raise RuntimeError("the connection was lost (a test)")
-        return found
+        return shared
 
-    OuterExchange.begin, OuterExchange.finite = new_begin, new_finite
-    Connections.confirm, StateServer._answer = new_confirm, new_answer
-    Connections.connect, CommonState.share = new_connect, new_share
+    OuterExchange.begin = new_begin
+    OuterExchange.finite = new_finite
+    Connections.confirm = new_confirm
+    StateServer._answer = new_answer
+    Connections.connect = new_connect
+    CommonState.share = new_share
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ SHAPES: Shapes = {
 
 
 class Prescribed(torch.nn.Module):
-    """A model whose gradients are exactly the tensors with which it is called: d/dp of sum(p * g)
-    is g.
-    """
+    """A model that is called with its own gradients: d/dp of sum(p * g) is g."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -58,11 +56,11 @@ def random_gradients(
     its own.
     """
     common = torch.Generator().manual_seed(1_000_003 * (step + 1))
-    own = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
+    generator = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
     gradients = {}
     for name, shape in shapes.items():
         gradient = torch.randn(shape, generator=common, dtype=torch.float64)
-        gradient += 0.5 * torch.randn(shape, generator=own, dtype=torch.float64)
+        gradient += 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
         gradients[name] = gradient.to(dtype)
     return gradients
 
@@ -123,7 +121,8 @@ def same(one: Any, other: Any) -> bool:
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return |got - expected| / |expected| in float64."""
-    got, expected = got.double(), expected.double()
+    got = got.double()
+    expected = expected.double()
     return float((got - expected).norm() / expected.norm())
 
 

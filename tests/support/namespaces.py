@@ -37,7 +37,8 @@ class Hosts:
         _run("netns", "add", self.router)
         _run("-n", self.router, "link", "set", "lo", "up")
         for number, name in enumerate(self.names, 1):
-            namespace, interface = self.namespace(name), self.interface(name)
+            namespace = self.namespace(name)
+            interface = self.interface(name)
             _run("netns", "add", namespace)
             _run("-n", namespace, "link", "set", "lo", "up")
             there = ("peer", "name", f"to-{name}", "netns", self.router)

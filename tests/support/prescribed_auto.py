@@ -58,9 +58,9 @@ class PrescribedAutoCompressor(AutoCompressor):
         with mock.patch.object(ranks, "size", 2):  # also where it is alone
             offered = super()._offered(ranks)
         return [
-            each
-            for each in offered
-            if each.hook != "bf16_compress" or self.config.bf16_s is not None
+            candidate
+            for candidate in offered
+            if candidate.hook != "bf16_compress" or self.config.bf16_s is not None
         ]
 
     def with_start(self, start: int) -> AutoCompressor:
@@ -72,9 +72,9 @@ class PrescribedAutoCompressor(AutoCompressor):
 
 def decided(label: str = "int8", since: int = 0, **more: object) -> Decision:
     """Make a decision for one of the simple candidates."""
-    known = {each.label: each for each in Auto(quality="close").candidates}
-    chosen = known.pop(label)
-    made = Decision(chosen, None, tuple(known.values()), since=since, phase="decided")
+    offered = {candidate.label: candidate for candidate in Auto(quality="close").candidates}
+    chosen = offered.pop(label)
+    made = Decision(chosen, None, tuple(offered.values()), since=since, phase="decided")
     return dataclasses.replace(made, **more)  # type: ignore[arg-type]
 
 

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def registries_as_before() -> Iterator[None]:
-    """Context manager: forget everything registered in the body, and the example module that
-    registers it, which would not do so again. Does not import commhooks by itself.
-    """
+    """Context manager: forget what the body registers, and the example module that registers it."""
     module = sys.modules.get("commhooks.registry")
     before = None if module is None else (dict(module.COMPRESSORS), dict(module.FACTORIES))
     try:
@@ -17,13 +15,10 @@ def registries_as_before() -> Iterator[None]:
     finally:
         module = sys.modules.get("commhooks.registry")
         if module is not None:
-            compressors, factories = before or (
-                {each.Config.hook_name: each for each in module.BUILT_IN},
-                {},
-            )
-            for name, each in module.COMPRESSORS.items():
-                if name not in compressors and each.__module__.startswith("examples."):
-                    sys.modules.pop(each.__module__, None)
+            compressors, factories = before or (module.built_in_hooks(), {})
+            for name, compressor in module.COMPRESSORS.items():
+                if name not in compressors and compressor.__module__.startswith("examples."):
+                    sys.modules.pop(compressor.__module__, None)
             for table, content in (
                 (module.COMPRESSORS, compressors),
                 (module.FACTORIES, factories),

@@ -1,6 +1,4 @@
-"""A compressor with features that no built-in one needs: every kind of collective, and a further
-learned field.
-"""
+"""A compressor with every kind of collective and a further learned field, as no built-in has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,15 +106,15 @@ class ScaledCompressor(commhooks.Compressor[Scaled]):
         )
         assert counts.shape == (step.world_size, len(deltas))
         # Ranks with large gradients count for more.
-        own = [counts[:, i] / counts[:, i].sum() for i in range(len(deltas))]
+        shares = [counts[:, i] / counts[:, i].sum() for i in range(len(deltas))]
         # Plus 0: a sum over ranks keeps no minus before a zero.
         sent = [torch.round(delta / unit) + 0.0 for delta, unit in zip(deltas, units, strict=True)]
-        buffer = torch.cat([each / step.world_size for each in sent])
+        buffer = torch.cat([codes / step.world_size for codes in sent])
         mean = yield Send(buffer, what="numbers", last=True)
         good = yield Verdict(mean.isfinite().all())
-        arrived: Sequence[torch.Tensor] = mean.split([len(each) for each in sent])
+        arrived: Sequence[torch.Tensor] = mean.split([len(codes) for codes in sent])
         for i, (slot, plan) in enumerate(zip(layout.slots, plans, strict=True)):
-            gradient = arrived[i] * units[i] * (1 + own[i].amax())
+            gradient = arrived[i] * units[i] * (1 + shares[i].amax())
             slot.of(flat).copy_(gradient)
             commhooks.keep_residual(slot, deltas[i] - sent[i] * units[i], good, state)
             if bool(good):

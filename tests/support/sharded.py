@@ -27,8 +27,8 @@ SHAPES = {
 }
 NAMES = {
     f"{unit}.{name}" if unit else name: shape
-    for unit, own in SHAPES.items()
-    for name, shape in own.items()
+    for unit, of_unit in SHAPES.items()
+    for name, shape in of_unit.items()
 }
 
 
@@ -48,9 +48,7 @@ class _Unit(nn.Module):
 
 
 class Prescribed(_Unit):
-    """A model in which each parameter's gradient is passed to `forward`; None for parameters that
-    are not passed.
-    """
+    """A model whose gradients are passed to `forward`; None for a parameter without one."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(SHAPES[""], dtype)
@@ -128,7 +126,8 @@ def whole_gradients(model: nn.Module) -> Gradients:
     padded = []
     for gradient in gradients.values():
         assert isinstance(gradient, DTensor) and gradient.placements == (Shard(0),)
-        group, local = gradient.device_mesh.get_group(), gradient.to_local()
+        group = gradient.device_mesh.get_group()
+        local = gradient.to_local()
         missing = -(-len(gradient) // group.size()) - len(local)
         padded.append(torch.cat([local, local.new_zeros(missing, *local.shape[1:])]).flatten())
     if not padded:
@@ -136,7 +135,7 @@ def whole_gradients(model: nn.Module) -> Gradients:
     # In one collective: `full_tensor` of each would take a third of the time of the tests.
     everyone = [torch.empty_like(torch.cat(padded)) for _ in range(group.size())]
     dist.all_gather(everyone, torch.cat(padded), group)
-    pieces = zip(*(each.split([part.numel() for part in padded]) for each in everyone), strict=True)
+    pieces = zip(*(flat.split([part.numel() for part in padded]) for flat in everyone), strict=True)
     return {
         name: torch.cat(rows)[: gradient.numel()].view(gradient.shape)
         for (name, gradient), rows in zip(gradients.items(), pieces, strict=True)
@@ -145,13 +144,13 @@ def whole_gradients(model: nn.Module) -> Gradients:
 
 def rows_of(name: str, shards: int, index: int) -> slice:
     """Return the rows of the whole parameter in shard `index`."""
-    each = -(-NAMES[name][0] // shards)
-    return slice(index * each, (index + 1) * each)
+    rows = -(-NAMES[name][0] // shards)
+    return slice(index * rows, (index + 1) * rows)
 
 
 def mean_over_ranks(step: int, world_size: int) -> Gradients:
     every = [random_gradients(step, rank) for rank in range(world_size)]
-    return {name: torch.stack([each[name] for each in every]).mean(0) for name in NAMES}
+    return {name: torch.stack([gradients[name] for gradients in every]).mean(0) for name in NAMES}
 
 
 def learned(hook: CommHook) -> dict[str, torch.Tensor]:
@@ -163,12 +162,12 @@ def learned(hook: CommHook) -> dict[str, torch.Tensor]:
     session = session_of(hook)
     session.held.settle()
     state = session.state
-    found = {
+    tensors = {
         f"{key} of {name}": t.clone()
-        for key, own in state.entries.items()
-        for name, t in own.items()
+        for key, of_key in state.entries.items()
+        for name, t in of_key.items()
     }
-    return found | {
+    return tensors | {
         "step": torch.tensor(state.step),
         "nonfinite": torch.tensor(state.nonfinite_steps),
     }
@@ -180,8 +179,8 @@ def whole_residuals(hook: CommHook) -> Gradients:
     """
     saved = hook.state_dict("distributed").get("residual", {})
     return {
-        name: each.full_tensor() if isinstance(each, DTensor) else each
-        for name, each in saved.items()
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in saved.items()
     }
 
 

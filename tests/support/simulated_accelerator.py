@@ -1,5 +1,4 @@
-"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a
-training queues.
+"""Simulates on the CPU in which order an accelerator's streams may run what a training queues.
 
 `simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a
 program with a GPU would have on the host. Operators run at once, with two additional effects:
@@ -131,7 +130,8 @@ class Accelerator:
     """
 
     def __init__(self, cuda: Cuda, late: LateExecution | None) -> None:
-        self.cuda, self.late = cuda, late
+        self.cuda = cuda
+        self.late = late
         self.faults: list[str] = []
         self.host_waits: list[str] = []
         self.running = True
@@ -153,11 +153,11 @@ class Accelerator:
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
-        found = self._memory.get(key)
-        if found is None:
-            found = self._memory[key] = Memory(self.cuda.default, False, "something before")
-            found.freed = weakref.ref(storage, lambda _: self._freed(key))
-        return found
+        memory = self._memory.get(key)
+        if memory is None:
+            memory = self._memory[key] = Memory(self.cuda.default, False, "something before")
+            memory.freed = weakref.ref(storage, lambda _: self._freed(key))
+        return memory
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_sparse and self.memory(tensor).on_host
@@ -187,7 +187,7 @@ class Accelerator:
                 safe = [
                     memory.home.clock,
                     self.cuda.host,
-                    *(each.clock for each in memory.kept_for),
+                    *(stream.clock for stream in memory.kept_for),
                 ]
                 if stream is not memory.home and all(
                     clock.get(stream, 0) < number for clock in safe
@@ -211,7 +211,8 @@ class Accelerator:
         one. Returns its stream, its number, and the work that it comes after.
         """
         with self._lock:
-            on, number = stream or self.cuda.current(), next(self._numbers)
+            on = stream or self.cuda.current()
+            number = next(self._numbers)
             on.see(self.cuda.host)
             after = dict(on.clock)
             for tensors, writing in ((reads, False), (writes, True)):
@@ -247,16 +248,16 @@ class Accelerator:
         if writing:
             for accesses in (memory.reads, memory.writes):
                 accesses[:] = [
-                    each
-                    for each in accesses
-                    if not (new.begin <= each.begin and each.end <= new.end)
+                    access
+                    for access in accesses
+                    if not (new.begin <= access.begin and access.end <= new.end)
                 ]
             memory.writes.append(new)
         else:
             same = (
-                each
-                for each in memory.reads
-                if each.stream is not new.stream or each.begin != new.begin
+                access
+                for access in memory.reads
+                if access.stream is not new.stream or access.begin != new.begin
             )
             memory.reads[:] = [*same, new]
 
@@ -266,7 +267,9 @@ class Accelerator:
         """
         for part in _parts(tensor):
             memory = self.memory(part)
-            memory.on_host, memory.made_by, memory.home = on_host, what, self.cuda.current()
+            memory.on_host = on_host
+            memory.made_by = what
+            memory.home = self.cuda.current()
             memory.reads, memory.writes = [], []
             if not on_host:
                 number = memory.home.clock.get(memory.home, 0)
@@ -295,8 +298,8 @@ class Accelerator:
         """
         if any(
             n > self.cuda.host.get(stream, 0)
-            for each in tensors
-            for stream, n in self.memory_on_host(each).items()
+            for tensor in tensors
+            for stream, n in self.memory_on_host(tensor).items()
         ):
             self._fault(f"{what} reads on the host what a copy may not have written yet")
         if not all(map(self.is_on_host, tensors)):
@@ -315,9 +318,9 @@ class Accelerator:
             return func(*args, **kwargs)
         if (
             self.late is not None
-            and (found := self._begin(self.late, func, args, kwargs)) is not None
+            and (queued := self._begin(self.late, func, args, kwargs)) is not None
         ):
-            return found[0]
+            return queued[0]
         result = func(*args, **kwargs)
         self.note(func, args, kwargs, result)
         return result
@@ -328,11 +331,13 @@ class Accelerator:
         """Queue an operator for later, and return its result. None: it must run now, after
         everything that it comes after.
         """
-        name, given = func._schema.name, _tensors([*args, *kwargs.values()])
-        short, to = name.partition("::")[2], getattr(self.local, "to", None)
-        hosts = [self.is_on_host(each) for each in given]
-        plain = not any(each.is_sparse for each in given)
-        if self.at_once or not given or (all(hosts) and to != "device"):
+        name = func._schema.name
+        tensors = _tensors([*args, *kwargs.values()])
+        short = name.partition("::")[2]
+        to = getattr(self.local, "to", None)
+        hosts = [self.is_on_host(tensor) for tensor in tensors]
+        plain = not any(tensor.is_sparse for tensor in tensors)
+        if self.at_once or not tensors or (all(hosts) and to != "device"):
             return None
         if METADATA_ONLY.match(name):
             return None
@@ -363,7 +368,8 @@ class Accelerator:
                     later,
                 )
             if writes(func):
-                result, new = written(func, args, kwargs), []
+                result = written(func, args, kwargs)
+                new = []
             else:
                 # of numbers that may not be there yet: only the shapes count
                 result = func(*args, **kwargs)
@@ -382,22 +388,22 @@ class Accelerator:
         name = func._schema.name
         if name.startswith("c10d::"):
             return self._collective(name, args, kwargs)
-        reads, writes, given = [], [], []
+        reads, writes, inputs = [], [], []
         for place, argument, kind in self._kinds_of(func):
             value = args[place] if place < len(args) else kwargs.get(argument)
             tensors = _tensors(value)
-            given += tensors
+            inputs += tensors
             if kind != "nothing":
                 (writes if kind == "write" else reads).extend(tensors)
-        known = {part.untyped_storage()._cdata for each in given for part in _parts(each)}
+        before = {part.untyped_storage()._cdata for tensor in inputs for part in _parts(tensor)}
         new = [
             part
-            for each in _tensors(result)
-            for part in _parts(each)
-            if part.untyped_storage()._cdata not in known
+            for tensor in _tensors(result)
+            for part in _parts(tensor)
+            if part.untyped_storage()._cdata not in before
         ]
         to = getattr(self.local, "to", None)
-        hosts = [self.is_on_host(each) for each in given]
+        hosts = [self.is_on_host(tensor) for tensor in inputs]
         for tensor in new:
             self.allocate(
                 tensor, name, on_host=(bool(hosts) and all(hosts)) if to is None else to == "host"
@@ -410,16 +416,16 @@ class Accelerator:
         )
         if any(
             number > ready.get(stream, 0)
-            for each in reads
-            for stream, number in self.memory_on_host(each).items()
+            for tensor in reads
+            for stream, number in self.memory_on_host(tensor).items()
         ):
             self._fault(f"{name} reads on the host what a copy may not have written yet")
         short = name.partition("::")[2]
         if short in READ_BY_HOST:
-            self.read_by_host(short, given)
+            self.read_by_host(short, inputs)
         elif (
             short == "index"
-            and any(each.dtype == torch.bool for each in given[1:])
+            and any(tensor.dtype == torch.bool for tensor in inputs[1:])
             and not all(hosts)
         ):
             self.wait_on_host("an index by a mask reads")
@@ -431,7 +437,7 @@ class Accelerator:
         self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], non_blocking: bool
     ) -> None:
         """Record a copy, perhaps between host and device."""
-        on_host = [each for each in written if self.is_on_host(each)]
+        on_host = [tensor for tensor in written if self.is_on_host(tensor)]
         if len({len(on_host) == len(written), *map(self.is_on_host, read)}) == 1:
             return
         if not non_blocking:
@@ -441,10 +447,10 @@ class Accelerator:
             self.memory(tensor).copied = dict(self.cuda.current().clock)
 
     def _kinds_of(self, func: Any) -> list[tuple[int, str, str]]:
-        found = self._kinds.get(func)
-        if found is None:
+        kinds = self._kinds.get(func)
+        if kinds is None:
             schema = func._schema
-            found = self._kinds[func] = []
+            kinds = self._kinds[func] = []
             for place, argument in enumerate(schema.arguments):
                 alias = argument.alias_info
                 kind = "read" if alias is None else "write" if alias.is_write else "nothing"
@@ -452,28 +458,32 @@ class Accelerator:
                     kind = "nothing"
                 if argument.name == HIDDEN_WRITES.get(schema.name):
                     kind = "write"
-                found.append((place, argument.name, kind))
+                kinds.append((place, argument.name, kind))
                 # in place: most read it, too
                 if kind == "write" and schema.name.endswith("_") and place == 0:
-                    found.append((place, argument.name, "nothing"))
-        return found
+                    kinds.append((place, argument.name, "nothing"))
+        return kinds
 
     def _collective(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Stream, int, Clock]:
         group = next(
-            (str(_group_name(each)) for each in [*args, *kwargs.values()] if _group_name(each)), ""
+            (
+                str(_group_name(argument))
+                for argument in [*args, *kwargs.values()]
+                if _group_name(argument)
+            ),
+            "",
         )
         stream = self._groups.setdefault(group, Stream(name=f"the stream of group {group!r}"))
-        tensors = [_tensors(each) for each in args]
+        tensors = [_tensors(argument) for argument in args]
         reads, writes = tensors[1:2], tensors[:1]
         if name in ("c10d::send",):
-            reads, writes = writes, []
-        current, read, written = (
-            self.cuda.current(),
-            [*itertools.chain(*reads)],
-            [*itertools.chain(*writes)],
-        )
+            reads = writes
+            writes = []
+        current = self.cuda.current()
+        read = [*itertools.chain(*reads)]
+        written = [*itertools.chain(*writes)]
         stream.see(current.clock)
         work = self.launch(name, read, written, stream)
         started = getattr(self.local, "started", None)
@@ -494,11 +504,12 @@ class Work:
         accelerator: Accelerator,
         started: Sequence[tuple[Clock, list[torch.Tensor]]],
     ) -> None:
-        self._work, self._accelerator = work, accelerator
+        self._work = work
+        self._accelerator = accelerator
         self._clock: Clock = {
             stream: number for clock, _ in started for stream, number in clock.items()
         }
-        self._tensors = [each for _, tensors in started for each in tensors]
+        self._tensors = [tensor for _, tensors in started for tensor in tensors]
 
     def wait(self, *args: Any) -> bool:
         with _disable_current_modes():  # gloo copies
@@ -521,7 +532,8 @@ class Work:
 
 
 def _future_of(accelerator: Accelerator) -> type:
-    cuda, real = accelerator.cuda, torch.futures.Future
+    cuda = accelerator.cuda
+    real = torch.futures.Future
 
     class Future(torch.futures.Future):  # type: ignore[type-arg]
         def __init__(self, *, devices: Any = None) -> None:
@@ -590,7 +602,8 @@ def _places(accelerator: Accelerator) -> Iterator[tuple[Any, str, Any]]:
     are made without a device or copied to "cpu". A mode for Python functions would be off in
     backward passes.
     """
-    local, to = accelerator.local, _TO
+    local = accelerator.local
+    to = _TO
 
     def made(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -651,7 +664,8 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
     with contextlib.ExitStack() as patches:
         cuda = patches.enter_context(cuda_stand_ins())
         accelerator = Accelerator(cuda, None if late is None else LateExecution(late))
-        run, register = threading.Thread.run, DistributedDataParallel.register_comm_hook
+        run = threading.Thread.run
+        register = DistributedDataParallel.register_comm_hook
         make = DistributedDataParallel.__init__
 
         def run_thread(thread: threading.Thread) -> None:
@@ -686,9 +700,7 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             register(model, state, reduce)
 
         def free(tensor: torch.Tensor) -> None:
-            """As FSDP frees parameters: later work of the stream that allocated them may get the
-            memory.
-            """
+            """Free memory as FSDP does: later work of the stream that allocated it may get it."""
             with (
                 cuda.on(accelerator.memory(tensor).home),
                 torch.autograd._unsafe_preserve_version_counter(tensor),
@@ -727,7 +739,9 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
         if accelerator.late is not None:
             save = torch.save
             patches.enter_context(
-                mock.patch.object(torch, "save", lambda *given: (accelerator.force(), save(*given)))
+                mock.patch.object(
+                    torch, "save", lambda *arguments: (accelerator.force(), save(*arguments))
+                )
             )
             patches.callback(accelerator.late.run_all)
         yield accelerator
@@ -741,7 +755,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return (
-        [tensor for each in value for tensor in _tensors(each)]
+        [tensor for item in value for tensor in _tensors(item)]
         if isinstance(value, (list, tuple))
         else []
     )

@@ -20,10 +20,8 @@ class SimulatedRanks(testing.SimulatedRanks):
         world_size: int,
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
-        first, dtypes = (
-            next(iter(parameters.values())),
-            {parameter.dtype for parameter in parameters.values()},
-        )
+        first = next(iter(parameters.values()))
+        dtypes = {parameter.dtype for parameter in parameters.values()}
 
         def with_kernel() -> Compressor[Any]:
             compressor = new_compressor()
@@ -44,7 +42,8 @@ class SimulatedPowerSGD:
         )
         parameters = {"w": torch.empty(n, m)}
         self._ranks = SimulatedRanks(lambda: PowerSGDCompressor(config), world_size, parameters)
-        self._rank, self._m = rank, m
+        self._rank = rank
+        self._m = m
         self.states: list[LearnedState] = self._ranks.states
 
     @property

@@ -1,6 +1,4 @@
-"""Several trainings in one process, as with Optuna, with forked DataLoader workers in which Python
-collects garbage.
-"""
+"""Runs several trainings in one process, as Optuna does, with forked DataLoader workers."""
 
 import gc
 import os
@@ -60,7 +58,7 @@ def assert_nothing_piles_up(threads: list[int]) -> None:
 def tensor_bytes() -> int:
     """Return the bytes of all tensors that Python knows."""
     return sum(
-        each.numel() * each.element_size()
-        for each in gc.get_objects()
-        if isinstance(each, torch.Tensor)
+        tracked.numel() * tracked.element_size()
+        for tracked in gc.get_objects()
+        if isinstance(tracked, torch.Tensor)
     )

@@ -71,7 +71,7 @@ class Run:
         for _ in range(steps):
             first = next(self.ddp.parameters())
             images, labels = (
-                each.to(first.device) for each in batch(self.step, dist.get_rank(), first.dtype)
+                tensor.to(first.device) for tensor in batch(self.step, dist.get_rank(), first.dtype)
             )
             self.optimizer.zero_grad()
             self.scaler.scale(
@@ -114,7 +114,7 @@ def flat(tensors: Any) -> torch.Tensor:
     """Concatenate the values of all tensors. All ranks must call this for tensors that are
     sharded.
     """
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
+    whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return torch.cat([tensor.detach().flatten() for tensor in whole]).clone()
 
 
@@ -131,5 +131,5 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), value.tolist())
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value

@@ -22,9 +22,7 @@ POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 
 
 class Moments(TrainerCallback):
-    """Records the hook's learned state at the first step of each attempt to train, and the number
-    of hooks.
-    """
+    """Records the learned state at the first step of each attempt, and the number of hooks."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -89,9 +87,9 @@ def make_trainer(
         accelerators.pretend_to_have_accelerators()
     few = torch.utils.data.Subset(manual(32)[0], range(samples))
     moments = Moments()
-    given = {} if cls is Trainer else POWER_SGD if hook is None else hook
+    more = {} if cls is Trainer else POWER_SGD if hook is None else hook
     evaluated = None if args.eval_strategy == "no" else few
-    trainer = cls(model, args, batch, few, evaluated, callbacks=[moments], **given)
+    trainer = cls(model, args, batch, few, evaluated, callbacks=[moments], **more)
     moments.trainer = trainer
     if sharding is not None:
         assert trainer.accelerator.is_fsdp2
@@ -109,7 +107,9 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "residuals": {} if hook is None or hook.name != "powerSGD" else residuals(hook),
         "stats": {} if hook is None else hook.stats(),
         "seen": next(
-            each.seen for each in trainer.callback_handler.callbacks if isinstance(each, Moments)
+            callback.seen
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, Moments)
         ),
     }
 

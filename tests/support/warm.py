@@ -217,8 +217,8 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
                 pid = os.fork()
                 if pid == 0:
                     os.setpriority(os.PRIO_PROCESS, 0, usual)
-                    for each in list(selector.get_map().values()):
-                        os.close(each.fd)
+                    for key in list(selector.get_map().values()):
+                        os.close(key.fd)
                     selector.close()
                     return request
                 for descriptor in request["received"]:
@@ -287,8 +287,10 @@ def _import(modules: list[str]) -> bytes:
         if module not in sys.modules:
             with contextlib.suppress(ImportError):  # who needs it will say so
                 importlib.import_module(module)
-    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
-        each.atexit = False  # torch's operators: taken out one by one at the end of each process
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = (
+            False  # torch's operators: taken out one by one at the end of each process
+        )
     if rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous"):
         rendezvous.get_method_name = _method_name
     gc.collect()
@@ -331,7 +333,7 @@ def _become(request: dict[str, Any], stub: str) -> None:
     tempfile.tempdir = None  # TMPDIR is another one
     sys.executable = stub
     multiprocessing.spawn.set_executable(stub)
-    path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:1] = path  # the first was the folder of this file
     sys.argv[:] = request["words"]
     if sys.argv[0] == "-m":
@@ -358,10 +360,8 @@ def _forget_another_copy() -> None:
     """
     if tables := sys.modules.get("commhooks.compressors.native.tables"):
         tables._IMPORTED_IN = os.getpid()  # this is no fork of a program that has used OpenMP
-    found = importlib.machinery.PathFinder.find_spec("commhooks")
-    if found is not None and found.origin != getattr(
-        sys.modules.get("commhooks"), "__file__", None
-    ):
+    spec = importlib.machinery.PathFinder.find_spec("commhooks")
+    if spec is not None and spec.origin != getattr(sys.modules.get("commhooks"), "__file__", None):
         for name in [name for name in sys.modules if name.partition(".")[0] == "commhooks"]:
             del sys.modules[name]
 

@@ -219,8 +219,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> No
     store.wait([f"rank {other}" for other in range(world_size)])
 
 
-# ---- what a task must leave as it found it
-# ---------------------------------------------------------------------------
+# ---- what a task must leave as it found it -------------------------------------------------------
 
 
 _THREAD_GRACE_S = 2.0  # for threads that are about to end

@@ -44,7 +44,7 @@ from tests.support import warm
 from tests.support.repository import PYTHONPATH
 from tests.support.worker_side import FINISH_TIMEOUT_S, RankFailure, from_bytes, to_bytes
 
-MAX_WORLD_SIZE = 6
+MAX_WORLD_SIZE = 32
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine, not part of a task's limit
 STACK_TIMEOUT_S = 5.0  # for the stacks of workers that hang, on a busy machine
 
@@ -233,9 +233,7 @@ class WorkerPool:
     def _collect(
         self, ranks: list[int], timeout_s: float, on_message: Callable[[Any], object] | None = None
     ) -> dict[int, Any]:
-        """One message of each rank; without those ranks that died or did not send one within
-        `timeout_s`.
-        """
+        """Return a message of each rank that has not died and sent one within `timeout_s`."""
         waiting = {self._connections[rank]: rank for rank in ranks}
         messages: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -270,9 +268,7 @@ class WorkerPool:
         complaint: str,
         cleaned: dict[int, Any] | None = None,
     ) -> RanksFailed:
-        """Describes the ranks that are missing in the last round of messages, and kills the
-        pool.
-        """
+        """Name the ranks that are missing in the last round of messages, and kill the pool."""
         done = answers if cleaned is None else cleaned
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:
@@ -288,7 +284,8 @@ class WorkerPool:
         deadline = time.monotonic() + (STACK_TIMEOUT_S if alive else 0)
         while time.monotonic() < deadline:  # until all of them are written and grow no more
             time.sleep(0.25)
-            before, sizes = sizes, [self._stack_file(rank).stat().st_size for rank in alive]
+            before = sizes
+            sizes = [self._stack_file(rank).stat().st_size for rank in alive]
             if all(sizes) and sizes == before:
                 break
         if len(alive) < len(silent):

@@ -1,6 +1,4 @@
-"""The `commhooks` command: its arguments, `hooks`, `plan`, and the user's functions that it
-imports.
-"""
+"""The `commhooks` command checks its arguments and imports the user's functions as scripts do."""
 
 import json
 import os
@@ -83,7 +81,9 @@ ERRORS = [
 @pytest.mark.parametrize(
     ("arguments", "says", "status"), ERRORS, ids=lambda x: " ".join(x) if type(x) is list else None
 )
-def test_what_is_wrong(arguments: list[str], says: str, status: int, capsys: Any) -> None:
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], says: str, status: int, capsys: Any
+) -> None:
     if status == 2:
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
@@ -101,7 +101,8 @@ def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
     """Which takes seconds to import: here nothing can import it. Completion as bash asks
     argcomplete for it.
     """
-    commands, typed = ["hooks", "plan", "network", "env"], "commhooks plan --wr"
+    commands = ["hooks", "plan", "network", "env"]
+    typed = "commhooks plan --wr"
     code = f"""
 import contextlib, os, sys
 sys.modules |= dict.fromkeys(["torch", "accelerate", "omegaconf", "rich"])
@@ -129,7 +130,7 @@ main([])
     )
 
 
-def test_a_reader_that_has_seen_enough() -> None:
+def test_a_reader_may_close_the_pipe() -> None:
     """As in `python -m commhooks hooks | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -143,8 +144,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert done.returncode == 1 and done.stderr == b""
 
 
-# ---- hooks
-# --------------------------------------------------------------------------------------------------
+# ---- hooks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -155,7 +155,8 @@ def test_names_options_and_explanations_are_whole(
     assert main(["hooks"]) == 0
     output = capsys.readouterr().out
     assert max(map(len, output.splitlines())) <= columns
-    words, text = set(re.split(r"[\s│()]+", output)), " ".join(output.replace("│", " ").split())
+    words = set(re.split(r"[\s│()]+", output))
+    text = " ".join(output.replace("│", " ").split())
     for name, hook in commhooks.available_hooks().items():
         assert name in words
         assert {f"{option}={default!r}" for option, default in hook["options"].items()} <= words
@@ -174,8 +175,7 @@ def test_every_option_is_explained_and_none_is_listed_in_vain() -> None:
     assert left_out == {"exclude", "min_compression_rate"}
 
 
-# ---- plan
-# --------------------------------------------------------------------------------------------------
+# ---- plan ----------------------------------------------------------------------------------------
 
 
 def test_the_flags_of_plan_and_its_json(capsys: Any) -> None:
@@ -187,17 +187,17 @@ def test_the_flags_of_plan_and_its_json(capsys: Any) -> None:
         "50",
     ]
     assert main(["plan", MODEL, *options, "--exclude", "4.*", "--wrapper", "bf16", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["hook"], found["start_step"], found["wire_dtype"]) == ("powerSGD", 5, "bfloat16")
-    rows = {row["name"]: row for row in found["parameters"]}
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["hook"], plan["start_step"], plan["wire_dtype"]) == ("powerSGD", 5, "bfloat16")
+    rows = {row["name"]: row for row in plan["parameters"]}
     assert (
         rows["0.weight"]["bytes_after"] == 2 * (32 + 24) * 2
         and rows["0.weight"]["bytes_before"] == 4 * 32 * 24
     )
     assert rows["4.weight"]["reason"] == "excluded by '4.*'" and rows["4.weight"]["matrix"] is None
     for total in ("bytes_before", "bytes_after"):
-        assert sum(row[total] for row in rows.values()) == found[total]
-    memory = found["memory_bytes"]
+        assert sum(row[total] for row in rows.values()) == plan[total]
+    memory = plan["memory_bytes"]
     assert memory["total"] == sum(value for key, value in memory.items() if key != "total")
 
 
@@ -208,9 +208,7 @@ def test_a_pattern_without_a_match_is_told(capsys: Any, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("hook", ["powerSGD", "int8", "fp16", "diloco", "auto"])
 def test_it_prints_the_plan_of_the_attached_hook(hook: str, capsys: Any) -> None:
-    """Except for the memory, which depends on the kernel of the ranks, and the checkpoints of all
-    ranks.
-    """
+    """Memory depends on the ranks' kernel and may differ, as may checkpoints of all ranks."""
 
     def lines(text: str) -> list[str]:
         return [line for line in text.splitlines() if not line.startswith(("Memory", "Residuals"))]
@@ -225,16 +223,20 @@ def test_env_prints_what_a_bug_report_needs(capsys: Any) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    environment = json.loads(capsys.readouterr().out)
     assert (
-        found["torch"] == torch.__version__ and "gloo" in found["backends"] and found["interfaces"]
+        environment["torch"] == torch.__version__
+        and "gloo" in environment["backends"]
+        and environment["interfaces"]
     )
-    assert found["native kernels"] in ("compiled and loaded", "turned off by COMMHOOKS_NATIVE=0")
-    assert all(name in text and each in text for name, each in found.items())
+    assert environment["native kernels"] in (
+        "compiled and loaded",
+        "turned off by COMMHOOKS_NATIVE=0",
+    )
+    assert all(name in text and value in text for name, value in environment.items())
 
 
-# ---- the user's functions
-# --------------------------------------------------------------------------------------------
+# ---- the user's functions ------------------------------------------------------------------------
 
 SCRIPT = """
 import argparse, sys
@@ -258,7 +260,8 @@ assert hook is None
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder. Nothing of an import is left afterwards."""
     monkeypatch.chdir(tmp_path)
-    path, argv = list(sys.path), sys.argv
+    path = list(sys.path)
+    argv = sys.argv
     yield tmp_path
     assert sys.path == path and sys.argv is argv
     sys.modules.pop("script_of_this_test", None)
@@ -270,14 +273,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_script_does_not_see_the_arguments_of_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    """As with `commhooks plan train:build --hook int8` where the script has a flag of that name,
-    too.
-    """
+    """The script may have a flag that `commhooks plan` has, too."""
     (folder / "script_of_this_test.py").write_text(SCRIPT.format(PARSES.format("default=None")))
-    monkeypatch.setattr(sys, "argv", given := ["commhooks", "plan", target, "--hook", "int8"])
+    monkeypatch.setattr(sys, "argv", argv := ["commhooks", "plan", target, "--hook", "int8"])
     assert main() == 0
     assert repr([target.partition(":")[0]]) in capsys.readouterr().out
-    assert sys.argv is given
+    assert sys.argv is argv
     monkeypatch.undo()
 
 
@@ -343,9 +344,7 @@ def test_a_path_of_a_file_is_a_path(
     written: str,
     package: bool,
 ) -> None:
-    """Outside of the current folder, with imports from the file's own folder at any time, and
-    inside of a package.
-    """
+    """It may lie in another folder or in a package, and import from its own folder at any time."""
     (folder / "job" / "inside").mkdir(parents=True)
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")

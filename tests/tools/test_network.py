@@ -46,10 +46,10 @@ def _measure() -> tuple[dict[str, Any], str]:
 
 
 def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
-    found = run_ranks(_measure, world_size=3)
-    report, text = found[0]
-    assert [each["ranks"] for each in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
-    assert all(each["mbit_per_s"] > 0 and each["latency_ms"] > 0 for each in report["pairs"])
+    reports = run_ranks(_measure, world_size=3)
+    report, text = reports[0]
+    assert [pair["ranks"] for pair in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+    assert all(pair["mbit_per_s"] > 0 and pair["latency_ms"] > 0 for pair in report["pairs"])
     assert list(report["machines"].values()) == [[0, 1, 2]]
     assert (
         report["link"]["mbit_per_s"] > 0
@@ -58,7 +58,7 @@ def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
     assert report["advice"] and report["advice"][-1] in " ".join(text.split())
     for name in ("plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"):
         assert name in text
-    for same, _ in found[1:]:
+    for same, _ in reports[1:]:
         same["took_s"] = report["took_s"]
         assert same == report
 
@@ -95,7 +95,7 @@ def test_the_interface_is_the_one_whose_counter_grows(tmp_path: Path) -> None:
     assert busiest(before, others=True, system=tmp_path).words == "interface unknown"
 
 
-def test_sizes_of_models() -> None:
+def test_sizes_of_models_are_read_and_built() -> None:
     assert [parsed_size(text) for text in ("350k", "124M", "1.5B", "7b", "1000")] == [
         3.5e5,
         1.24e8,
@@ -109,12 +109,12 @@ def test_sizes_of_models() -> None:
         ):
             parsed_size(wrong)
     for numel in (1e6, 1.24e8, 1.5e9):
-        assert sum(each.numel() for each in transformer(numel).values()) == pytest.approx(
+        assert sum(parameter.numel() for parameter in transformer(numel).values()) == pytest.approx(
             numel, rel=0.15
         )
 
 
-def test_bytes_and_messages_by_hand() -> None:
+def test_bytes_and_messages_are_those_counted_by_hand() -> None:
     """Of docs/commands.md."""
 
     def seconds(
@@ -149,7 +149,7 @@ def test_bytes_and_messages_by_hand() -> None:
     assert both == pytest.approx(seconds(4, 100e6, ("gather",), 8, "gloo"))
 
 
-def test_what_is_predicted() -> None:
+def test_predictions_follow_from_link_and_cluster() -> None:
     link = Link(mbit_per_s=1000.0, latency_ms=4.0)
     # one machine: each rank sends over its network card
     alone = cluster_of([[0, 1]], link, 9000.0, "gloo")
@@ -159,20 +159,23 @@ def test_what_is_predicted() -> None:
     assert (uneven.machines, uneven.ranks_per_machine) == (3, 1)
     nodes = cluster_of([[0, 1], [2, 3]], link, 9000.0, "gloo")
     assert (nodes.machines, nodes.ranks_per_machine, nodes.inside) == (2, 2, 9e9)
-    numel = sum(each.numel() for each in transformer(1e8).values())
-    found = {each.candidate.label: each for each in exchanges(1e8, nodes)}
-    assert list(found) == [each.label for each in CANDIDATES]
-    plain, buckets = found["plain DDP"], math.ceil(4 * numel / 25 / 2**20)
+    numel = sum(parameter.numel() for parameter in transformer(1e8).values())
+    by_label = {exchange.candidate.label: exchange for exchange in exchanges(1e8, nodes)}
+    assert list(by_label) == [candidate.label for candidate in CANDIDATES]
+    plain = by_label["plain DDP"]
+    buckets = math.ceil(4 * numel / 25 / 2**20)
     assert (
         plain.seconds == pytest.approx(8 * 1.5 * 4 * numel / 1e9 + buckets * 4e-3)
         and not plain.between_nodes
     )
-    assert found["bf16"].between_nodes
+    assert by_label["bf16"].between_nodes
     inside = 8 * 4 * numel / 9e9
-    assert found["bf16"].seconds == pytest.approx(
+    assert by_label["bf16"].seconds == pytest.approx(
         8 * 2 * numel / 1e9 + inside + 2 * buckets * 4e-3 / 6, rel=1e-3
     )
-    assert found["diloco, every 30 steps"].seconds < found["diloco, every 5 steps"].seconds / 5
+    assert (
+        by_label["diloco, every 30 steps"].seconds < by_label["diloco, every 5 steps"].seconds / 5
+    )
 
 
 def _report(**changes: Any) -> NetworkReport:
@@ -185,7 +188,9 @@ def _report(**changes: Any) -> NetworkReport:
     ]
     machines = {"one": [0, 1], "two": [2, 3]}
     at = {"one": Interface("eth0", 1000.0), "two": Interface("eth0", 1000.0)}
-    known = {"124M": exchanges(1.24e8, cluster_of(list(machines.values()), link, 20_000.0, "gloo"))}
+    exchanges_of = {
+        "124M": exchanges(1.24e8, cluster_of(list(machines.values()), link, 20_000.0, "gloo"))
+    }
     as_usual = {
         "machines": machines,
         "interfaces": at,
@@ -194,11 +199,11 @@ def _report(**changes: Any) -> NetworkReport:
         "link": link,
     }
     return NetworkReport(
-        **{**as_usual, "exchanges": known, "step_ms": None, "took_s": 1.0} | changes
+        **{**as_usual, "exchanges": exchanges_of, "step_ms": None, "took_s": 1.0} | changes
     )
 
 
-def test_advice() -> None:
+def test_the_advice_names_a_hook_or_that_nothing_is_needed() -> None:
     (only,) = _report().advice()
     assert only.startswith(
         "124M parameters: with plain DDP a step spends 6 s on the network. If it computes for 40"
@@ -233,9 +238,7 @@ def test_advice() -> None:
 
 
 def test_the_report_says_what_differs_between_its_rates() -> None:
-    """With one unit for both; on one machine they may differ by five, and neither is the speed of a
-    network.
-    """
+    """The two rates share one unit, and on one machine neither is the speed of a network."""
     two_machines = " ".join(str(_report(link=Link(11_000.0, 2.0))).split())
     assert " 0 - 1 20,000 0.01 " in two_machines and " all at once 11,000 2 " in two_machines
     assert "Two ranks: one large message in one direction while no other rank sends" in two_machines
@@ -247,9 +250,9 @@ def test_the_report_says_what_differs_between_its_rates() -> None:
     assert network.ONE_MACHINE in " ".join(str(_report(machines={"one": [0, 1, 2, 3]})).split())
 
 
-def test_the_report_as_text() -> None:
+def test_the_report_reads_well_as_text() -> None:
     assert "  one: rank 0; " in str(_report(machines={"one": [0], "two": [1, 2, 3]}))
-    assert [network._figures(each) for each in (0.03456, 999.0, 2751.4)] == [
+    assert [network._figures(value) for value in (0.03456, 999.0, 2751.4)] == [
         "0.0346",
         "999",
         "2,751",
@@ -257,17 +260,15 @@ def test_the_report_as_text() -> None:
 
 
 def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
-    """Two ranks with 9.2 Gbit/s and 0.8 ms per all-reduce, beside steps of 300 ms: PowerSGD takes
-    35 ms.
-    """
+    """At 9.2 Gbit/s and 0.8 ms, beside steps of 300 ms, PowerSGD takes 35 ms."""
     cluster = cluster_of([[0, 1]], Link(9200.0, 0.8), 9200.0, "gloo")
-    known = {
+    exchanges_of = {
         size: exchanges(numel, cluster)
         for size, numel in (("350k", 3.5e5), ("124M", 1.24e8), ("1.5B", 1.5e9))
     }
-    powersgd = known["124M"][3]
+    powersgd = exchanges_of["124M"][3]
     assert powersgd.candidate.label == "powerSGD rank 4" and 0.030 < powersgd.seconds < 0.040
-    small, middle, large = _report(exchanges=known, step_ms=300.0).advice()
+    small, middle, large = _report(exchanges=exchanges_of, step_ms=300.0).advice()
     assert small.startswith("350k parameters: ") and small.endswith(
         "beside 300 ms of computing: nothing needed."
     )
@@ -277,11 +278,11 @@ def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
     assert large.startswith("1.5B parameters: ") and 'hook="diloco"' in large
 
 
-def test_what_cannot_be_measured(
+def test_one_line_says_what_cannot_be_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["network"]) == 1
-    assert "no process group: start this like the training" in capsys.readouterr().err
+    assert "no process group: start this like the run" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
     assert "--params huge: expected a number" in capsys.readouterr().err
     for value in ("0.0", "nan", "inf"):  # JSON has no infinite number
@@ -321,12 +322,13 @@ def _command() -> str:
     return printed.getvalue()
 
 
-def test_rank_0_prints(run_ranks: Any) -> None:
+def test_rank_0_alone_prints(run_ranks: Any) -> None:
     first, second = run_ranks(_command)
     assert second == ""
-    found = json.loads(first)
+    report = json.loads(first)
     assert (
-        found["step_ms"] == 5 and found["exchanges"]["350k"][0]["candidate"]["label"] == "plain DDP"
+        report["step_ms"] == 5
+        and report["exchanges"]["350k"][0]["candidate"]["label"] == "plain DDP"
     )
 
 
@@ -339,6 +341,6 @@ def _far_away() -> Link:
 
 
 def test_a_long_latency_is_no_low_bandwidth(run_ranks: Any) -> None:
-    for found in run_ranks(_far_away):
-        assert found.latency_ms == pytest.approx(50, rel=0.01)
-        assert found.mbit_per_s == pytest.approx(100, rel=0.01)
+    for measured in run_ranks(_far_away):
+        assert measured.latency_ms == pytest.approx(50, rel=0.01)
+        assert measured.mbit_per_s == pytest.approx(100, rel=0.01)

@@ -1,5 +1,4 @@
-"""Runs the tests with the versions of `version_sets.py`, each in its own environment, and prints a
-Markdown table.
+"""Runs the tests with each set of `version_sets.py`, and prints a Markdown table.
 
     # make test-versions VERSIONS="2.8 2.15" ARGS=...
     python3 -m tests.versions.run_versions 2.8 2.15 -- tests/comm -x
@@ -94,13 +93,13 @@ def counts(report: Path) -> Counts:
     return Counts(passed, skipped, failed)
 
 
-def row(name: str, what: str, found: Counts) -> str:
+def row(name: str, what: str, counts: Counts) -> str:
     """Return one line of the table in docs/versions.md."""
     versions = [
         sets.SETS[name][package] for package in ("torch", "lightning", "accelerate", "transformers")
     ]
     today = datetime.date.today().isoformat()
-    cells = [*versions, today, what, str(found.passed), str(found.skipped), str(found.failed)]
+    cells = [*versions, today, what, str(counts.passed), str(counts.skipped), str(counts.failed)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -119,18 +118,20 @@ def main(argv: list[str]) -> int:
     )
     parser.usage = "%(prog)s [-h] [VERSION ...] [-- PYTEST ARGUMENTS]"
     end = argv.index("--") if "--" in argv else len(argv)
-    names, arguments = parser.parse_args(argv[:end]).names, argv[end + 1 :]
+    names = parser.parse_args(argv[:end]).names
+    arguments = argv[end + 1 :]
     if unknown := [name for name in names if name not in sets.SETS]:
         parser.error(
             f"{unknown[0]} is none of the sets of tests/versions/version_sets.py:"
             f" {', '.join(sets.SETS)}"
         )
-    rows, failed = [HEAD], 0
+    rows = [HEAD]
+    failed = 0
     try:
         for name in names or sets.SETS:
-            found = run(name, arguments)
-            rows.append(row(name, shlex.join(arguments) or "all", found))
-            failed += found.failed
+            counts = run(name, arguments)
+            rows.append(row(name, shlex.join(arguments) or "all", counts))
+            failed += counts.failed
     finally:
         print("\n" + "\n".join(rows))
     return 1 if failed else 0

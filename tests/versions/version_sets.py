@@ -55,12 +55,13 @@ def constraints(name: str) -> str:
     """Return pip's constraints for the set `name`: the constraints of `make test`, with the set's
     own versions.
     """
-    own = SETS[name]
+    versions = SETS[name]
     others = [
         line
         for line in (ROOT / "constraints-dev.txt").read_text().splitlines()
-        if line.partition("==")[0] not in own
+        if line.partition("==")[0] not in versions
     ]
     return (
-        "\n".join([*others, *(f"{package}=={version}" for package, version in own.items())]) + "\n"
+        "\n".join([*others, *(f"{package}=={version}" for package, version in versions.items())])
+        + "\n"
     )

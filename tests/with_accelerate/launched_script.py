@@ -31,7 +31,7 @@ for step in range(3):
     accelerator.backward(
         model(torch.full((2, 64), step + accelerator.process_index + 1.0)).square().mean()
     )
-found = {
+seen = {
     "arguments": sys.argv[2:],
     "main": __name__,
     "handler": repr(handler),
@@ -41,7 +41,7 @@ found = {
     "rank_variable": os.environ.get("RANK"),
 }
 folder = Path(sys.argv[1])
-(folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
+(folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
 accelerator.wait_for_everyone()
 accelerator.end_training()
 sys.stdout.flush()

@@ -1,6 +1,4 @@
-"""To what `CommHookKwargs` attaches, and that it acts there: several models and accelerators,
-models that go, compiled ones; and DDP without a hook.
-"""
+"""`CommHookKwargs` attaches to DDP models of any number, also compiled ones, and acts there."""
 
 import copy
 import gc
@@ -62,9 +60,7 @@ def test_the_hook_acts_in_the_stock_accelerator(run_ranks: Any) -> None:
 
 @launched
 def _several_gpus(folder: str) -> dict[str, Any]:
-    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the
-    handler elsewhere.
-    """
+    """Take Accelerate's path of several GPUs on CPU tensors: it calls the handler elsewhere."""
     # or DDP is given the number of a GPU
     with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):
         handler = power_sgd()
@@ -90,7 +86,7 @@ def _several_gpus(folder: str) -> dict[str, Any]:
     }
 
 
-def test_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_hook_acts_on_the_path_of_several_gpus(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_several_gpus, str(tmp_path)):
         assert result["stats"]["step"] == 7 and result["stats"]["compressed_steps"] == 6
         assert result["attached"] == [True, False]
@@ -115,16 +111,14 @@ def _attach_later() -> dict[str, Any]:
     return run.hook.stats()
 
 
-def test_attach_to_an_existing_accelerator(run_ranks: Any) -> None:
+def test_a_handler_attaches_to_an_existing_accelerator(run_ranks: Any) -> None:
     for stats in run_ranks(_attach_later):
         assert stats["compressed_steps"] == 1
 
 
 @launched
 def _several_of_everything() -> None:
-    """Two models of one accelerator, a second accelerator, a model in evaluation mode: a state for
-    each DDP model.
-    """
+    """Prepare models with two accelerators, one in evaluation mode: each DDP model has a state."""
     handler = power_sgd()
     run = Training(handler).train(4)
     evaluated = run.accelerator.prepare_model(make_model(), evaluation_mode=True)
@@ -135,14 +129,14 @@ def _several_of_everything() -> None:
     hooks = handler.attached_hooks
     assert hooks[0] is first and hooks[-1] is handler.attached
     assert [hook.stats()["step"] for hook in hooks] == [4, 5, 6]
-    assert all(handler.is_attached(each.model) for each in (run, second, elsewhere))
+    assert all(handler.is_attached(prepared.model) for prepared in (run, second, elsewhere))
     assert len({id(session_of(hook)) for hook in hooks}) == 3
     for other in (copy.deepcopy(handler), pickle.loads(pickle.dumps(handler))):
         assert other == handler and other.attached is None  # the configuration only
     assert not torch.equal(residuals(hooks[0])["5.weight"], residuals(hooks[1])["5.weight"])
 
 
-def test_a_state_for_each_model_and_accelerator(run_ranks: Any) -> None:
+def test_each_model_and_accelerator_has_a_state(run_ranks: Any) -> None:
     run_ranks(_several_of_everything)
 
 
@@ -151,7 +145,7 @@ def _nothing_is_kept_alive() -> None:
     handler = power_sgd()
     run = Training(handler).train(4)
     gone = [
-        weakref.ref(each) for each in (run.model, run.hook, session_of(run.hook), run.accelerator)
+        weakref.ref(thing) for thing in (run.model, run.hook, session_of(run.hook), run.accelerator)
     ]
     kept_stats = run.hook.stats()
     run.model, run.optimizer = run.accelerator.free_memory(run.model, run.optimizer)
@@ -167,7 +161,7 @@ def _nothing_is_kept_alive() -> None:
     assert gone[3]() is None
 
 
-def test_state_dies_with_its_model(run_ranks: Any) -> None:
+def test_a_state_is_freed_with_its_model(run_ranks: Any) -> None:
     run_ranks(_nothing_is_kept_alive)
 
 
@@ -199,7 +193,7 @@ def _compiled() -> tuple[list[bool], list[str], int]:
     gc.collect()
     for _ in range(2):
         accelerator.backward(model(torch.ones(2, 16)).sum())
-    attached = [handler.is_attached(each) for each in (model, module)]
+    attached = [handler.is_attached(candidate) for candidate in (model, module)]
     return (
         attached,
         list(handler.attached.state_dict()["parameters"]),
@@ -207,7 +201,7 @@ def _compiled() -> tuple[list[bool], list[str], int]:
     )
 
 
-def test_models_that_are_compiled_by_regions(run_ranks: Any) -> None:
+def test_models_that_are_compiled_by_regions_are_hooked(run_ranks: Any) -> None:
     """Of DDP models that are compiled as a whole: local_steps/test_rounds.py."""
     for attached, names, steps in run_ranks(_compiled):
         assert attached == [True, True]
@@ -254,7 +248,8 @@ def test_one_learned_state_serves_one_model(run_ranks: Any) -> None:
 @launched
 def _given_to_nobody() -> dict[str, Any]:
     with Warnings() as texts:
-        handler, off = power_sgd(), CommHookKwargs(hook=None)
+        handler = power_sgd()
+        off = CommHookKwargs(hook=None)
         Training(DistributedDataParallelKwargs()).train(2)
     with Warnings() as texts_later:
         hooked = Training(power_sgd()).train(1)
@@ -327,8 +322,8 @@ def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> Non
         "hook_options": {"matrix_approximation_rank": 2},
         "bucket_cap_mb": SEVERAL_BUCKETS_MB,
     }
-    given = Settings(settings, "my.yaml", tmp_path / "message")
-    ranks = run_ranks(_trained, str(tmp_path / "state"), given.to_environment())
+    settings_read = Settings(settings, "my.yaml", tmp_path / "message")
+    ranks = run_ranks(_trained, str(tmp_path / "state"), settings_read.to_environment())
     for rank in ranks:
         assert torch.equal(rank["none"], rank["plain"]) and torch.equal(
             rank["outside"], rank["plain"]
@@ -338,4 +333,4 @@ def test_it_trains_and_saves_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> Non
         )
     assert ranks[0]["said"] == ["commhooks: none: no hook, DDP averages the gradients itself"]
     assert ranks[1]["said"] == []
-    assert given.message_file.read_text() == ""  # the launcher has nothing to say
+    assert settings_read.message_file.read_text() == ""  # the launcher has nothing to say

@@ -1,6 +1,4 @@
-"""`CommHookKwargs` as an object: what the stock `Accelerator` accepts, what is refused, and what
-Python does to it.
-"""
+"""The stock `Accelerator` accepts a `CommHookKwargs`, which can be copied, compared and printed."""
 
 import copy
 import dataclasses
@@ -30,7 +28,7 @@ def one_process() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def test_accepted_by_the_stock_accelerator(one_process: None) -> None:
+def test_the_stock_accelerator_accepts_the_handler(one_process: None) -> None:
     handler = CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)
     assert Accelerator(cpu=True, kwargs_handlers=[handler]).ddp_handler is handler
 
@@ -91,7 +89,7 @@ def test_members_without_attach_are_an_error(one_process: None) -> None:
     assert off.off
 
 
-def test_one_handler_of_ddp_arguments_only(one_process: None) -> None:
+def test_a_second_handler_of_ddp_arguments_is_refused(one_process: None) -> None:
     for other in (DistributedDataParallelKwargs(), CommHookKwargs(hook="fp16")):
         with pytest.raises(
             ValueError, match="You can only pass one .*DistributedDataParallelKwargs"
@@ -109,8 +107,7 @@ def test_accelerate_still_refuses_an_honest_subclass(one_process: None) -> None:
         Accelerator(cpu=True, kwargs_handlers=[Honest()])
 
 
-# ---- an object like others
-# -------------------------------------------------------------------------------------------
+# ---- an object like others -----------------------------------------------------------------------
 
 
 HANDLER = CommHookKwargs(
@@ -129,7 +126,7 @@ STOCK = CommHookKwargs(comm_hook="power_sgd", comm_wrapper="fp16")
 @pytest.mark.parametrize(
     "way", [copy.copy, copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))]
 )
-def test_copies(handler: CommHookKwargs, way: Any) -> None:
+def test_copies_are_equal_and_separate(handler: CommHookKwargs, way: Any) -> None:
     other = way(handler)
     assert type(other) is CommHookKwargs and other is not handler
     assert other == handler and other.off == handler.off and other.given == handler.given
@@ -154,16 +151,19 @@ def test_repr_can_be_read_and_evaluated() -> None:
 
 
 def test_to_kwargs_has_ddp_arguments_only() -> None:
-    given = {"bucket_cap_mb": 50, "find_unused_parameters": True, "gradient_as_bucket_view": True}
-    assert CommHookKwargs(hook="powerSGD", **given).to_kwargs() == given
+    arguments = {
+        "bucket_cap_mb": 50,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+    }
+    assert CommHookKwargs(hook="powerSGD", **arguments).to_kwargs() == arguments
     assert (
-        CommHookKwargs(hook="powerSGD", **given).to_dict()
-        == DistributedDataParallelKwargs(**given).to_dict()
+        CommHookKwargs(hook="powerSGD", **arguments).to_dict()
+        == DistributedDataParallelKwargs(**arguments).to_dict()
     )
 
 
-# ---- what is asked for
-# -----------------------------------------------------------------------------------------------
+# ---- what is asked for ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -206,7 +206,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: str(refused.kwargs))
-def test_refused_at_construction(
+def test_wrong_arguments_are_refused_at_construction(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 prints the reason in one line, before the tracebacks of all ranks."""
@@ -230,5 +230,5 @@ def test_only_the_name_of_the_class_changes(kind: Any) -> None:
         ("power_sgd", PowerSGD, "fp16"),
         ("batched_power_sgd", BatchedPowerSGD, "bf16"),
     ):
-        found = request(name, comm_wrapper=kind(wrapper), comm_state_option=OPTIONS)
-        assert (found.config, found.wrapper) == (ours(**OPTIONS), wrapper)
+        parsed = request(name, comm_wrapper=kind(wrapper), comm_state_option=OPTIONS)
+        assert (parsed.config, parsed.wrapper) == (ours(**OPTIONS), wrapper)

@@ -1,6 +1,4 @@
-"""`accelerate-commhooks launch`, and `accelerate launch` with the environment variable, as users
-start them.
-"""
+"""`accelerate-commhooks launch`, or `accelerate launch` with a variable, sets up the hook."""
 
 import json
 import os
@@ -46,9 +44,7 @@ SENTENCE = "Write `CommHookKwargs().attach(accelerator)`"
 
 @contextmanager
 def default_file(text: str) -> Iterator[Path]:
-    """Accelerate's default configuration file, which holds `text` for as long as this is used as a
-    context.
-    """
+    """Keep `text` in Accelerate's default configuration file while the context lasts."""
     path = Path(default_config_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -92,8 +88,8 @@ def started(command: list[str], temporary: Path, **environ: str) -> Iterator[sub
         yield process
     finally:
         if process.poll() is None:
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                each.kill()
+            for descendant in [*psutil.Process(process.pid).children(recursive=True), process]:
+                descendant.kill()
         process.communicate()
 
 
@@ -103,17 +99,14 @@ def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-# ---- it works
-# --------------------------------------------------------------------------------------------------
+# ---- it works ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [pytest.param("section", marks=fully_shard_on_gloo), "variable"])
 def test_the_workers_use_what_was_handed_over(
     way: str, config: Path, temporary: Path, tmp_path: Path
 ) -> None:
-    """The section of our launcher with replicas that are sharded, the variable of Accelerate's with
-    DDP.
-    """
+    """Our launcher's section shards replicas; the variable with Accelerate's launcher uses DDP."""
     # all of them the script's
     arguments = [
         "--config_file",
@@ -125,14 +118,14 @@ def test_the_workers_use_what_was_handed_over(
         "-x",
     ]
     if way == "section":
-        before, ranks, environ = (
-            SHARDED + SECTION,
-            4,
-            {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        )
+        before = SHARDED + SECTION
+        ranks = 4
+        environ = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         command = [*OURS, f"--config_file={config}", "-m", "tests.with_accelerate.launched_script"]
     else:
-        before, ranks, environ = ACCELERATE, 2, {VARIABLE: str(tmp_path / "hook.yaml")}
+        before = ACCELERATE
+        ranks = 2
+        environ = {VARIABLE: str(tmp_path / "hook.yaml")}
         (tmp_path / "hook.yaml").write_text(HOOK)
         command = [
             *STOCK,
@@ -143,24 +136,23 @@ def test_the_workers_use_what_was_handed_over(
     status, output = run([*command, str(tmp_path), *arguments], temporary, **environ)
     assert status == 0, output
     for rank in range(ranks):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["arguments"] == arguments and found["main"] == "__main__"
-        assert found["processes"] == ranks and found["rank_variable"] == str(rank)
-        assert way == "variable" or "dp_shard_cp=2" in found["mesh"]
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert seen["arguments"] == arguments and seen["main"] == "__main__"
+        assert seen["processes"] == ranks and seen["rank_variable"] == str(rank)
+        assert way == "variable" or "dp_shard_cp=2" in seen["mesh"]
         options = "{'matrix_approximation_rank': 1, 'start_powerSGD_iter': 1}"
         # The script's own bucket_cap_mb=3 wins over the 9 of the file.
         assert (
-            found["handler"]
+            seen["handler"]
             == f"CommHookKwargs(bucket_cap_mb=3, hook='powerSGD', hook_options={options})"
         )
-        assert found["stats"]["compressed_steps"] == 2
+        assert seen["stats"]["compressed_steps"] == 2
     assert "accelerate-commhooks launch: " not in output
     assert left_behind(temporary) == []
     assert config.read_text() == before
 
 
-# ---- it is not used
-# --------------------------------------------------------------------------------------------------
+# ---- it is not used ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +169,7 @@ def test_the_workers_use_what_was_handed_over(
     ],
     ids=["no handler", "for no accelerator"],
 )
-def test_a_message_after_the_run(
+def test_a_message_comes_after_the_run(
     uses: str, says: str, config: Path, temporary: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "trains.py"
@@ -195,7 +187,9 @@ def test_a_message_after_the_run(
     assert left_behind(temporary) == []
 
 
-def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path: Path) -> None:
+def test_the_exit_status_is_that_of_the_processes(
+    config: Path, temporary: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import sys\nsys.exit(7)\n")
     status, output = run([*OURS, "--config_file", str(config), str(script)], temporary)
@@ -203,7 +197,7 @@ def test_the_status_of_several_processes(config: Path, temporary: Path, tmp_path
     assert left_behind(temporary) == []
 
 
-def test_a_hook_that_does_nothing(config: Path, temporary: Path, tmp_path: Path) -> None:
+def test_a_hook_that_does_nothing_is_told(config: Path, temporary: Path, tmp_path: Path) -> None:
     """The last line is the launcher's, behind whatever the processes print at their end."""
     config.write_text(section("hook: powerSGD\n"))
     script = tmp_path / "trains.py"
@@ -226,9 +220,7 @@ def test_a_hook_that_does_nothing(config: Path, temporary: Path, tmp_path: Path)
 
 @pytest.fixture
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For launches of one process by `main` in the test's process, which is much faster than
-    another launcher.
-    """
+    """Launch one process by `main` in the test's own process, which is much faster."""
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setattr(sys, "executable", warm.python("accelerate"))
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
@@ -250,7 +242,9 @@ READS = (
 )
 
 
-def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any) -> None:
+def test_one_process_trains_without_a_hook(
+    config: Path, launch_one: Any, temporary: Path, capfd: Any
+) -> None:
     before = dict(os.environ)
     assert launch_one(config, READS) == 0
     err = capfd.readouterr().err
@@ -265,8 +259,7 @@ def test_one_process(config: Path, launch_one: Any, temporary: Path, capfd: Any)
     assert os.environ == before and left_behind(temporary) == []
 
 
-# ---- before anything is started
-# --------------------------------------------------------------------------------------
+# ---- before anything is started ------------------------------------------------------------------
 
 
 REFUSED = {
@@ -287,7 +280,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
+def test_wrong_settings_are_refused(
+    text: str, tmp_path: Path, in_this_process: Path, capfd: Any
+) -> None:
     config = tmp_path / "accelerate.yaml"
     config.write_text(text)
     assert main(["launch", "--config_file", str(config), "no_such_script.py"]) == 2
@@ -301,7 +296,9 @@ def test_refused(text: str, tmp_path: Path, in_this_process: Path, capfd: Any) -
 
 
 @pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_megatron_lm", "--tpu"])
-def test_refused_flags(flag: str, config: Path, in_this_process: Path, capfd: Any) -> None:
+def test_wrong_flags_are_refused(
+    flag: str, config: Path, in_this_process: Path, capfd: Any
+) -> None:
     assert main(["launch", "--config_file", str(config), flag, "no_such_script.py"]) == 2
     assert (
         f"error: {flag}: Accelerate does not wrap models in DistributedDataParallel"
@@ -317,7 +314,7 @@ def test_refused_flags(flag: str, config: Path, in_this_process: Path, capfd: An
         ("missing.yaml", None, "missing.yaml cannot be read: No such file or directory"),
     ],
 )
-def test_unreadable_files(
+def test_unreadable_files_are_refused(
     name: str, text: str | None, message: str, tmp_path: Path, in_this_process: Path, capfd: Any
 ) -> None:
     if text is not None:
@@ -343,21 +340,25 @@ def test_hooks_of_the_script_are_left_to_it(tmp_path: Path, launch_one: Any, cap
     assert "section comm_hook_config: wrapper='fp8'; expected one of" in capfd.readouterr().err
 
 
-def test_two_places_and_none(config: Path, launch_one: Any, monkeypatch: Any, capfd: Any) -> None:
+def test_settings_in_two_places_or_none_are_refused(
+    config: Path, launch_one: Any, monkeypatch: Any, capfd: Any
+) -> None:
     assert launch_one(None, READS) == 2
     assert "there is no configuration file" in capfd.readouterr().err
-    own = config.with_name("hook.yaml")
-    own.write_text(HOOK)
-    monkeypatch.setenv(VARIABLE, str(own))
+    beside = config.with_name("hook.yaml")
+    beside.write_text(HOOK)
+    monkeypatch.setenv(VARIABLE, str(beside))
     assert launch_one(config, READS) == 2
     assert "both set a communication hook" in capfd.readouterr().err
     assert launch_one(None, READS) == 0  # the variable alone will do
     config.write_text(ACCELERATE)
     assert launch_one(config, READS) == 0
-    assert os.environ[VARIABLE] == str(own)
+    assert os.environ[VARIABLE] == str(beside)
 
 
-def test_the_default_configuration_file(tmp_path: Path, in_this_process: Path, capfd: Any) -> None:
+def test_the_default_configuration_file_is_read(
+    tmp_path: Path, in_this_process: Path, capfd: Any
+) -> None:
     (tmp_path / "script.py").write_text(READS)
     with default_file("distributed_type: 'NO'\nnum_processes: 1\n" + SECTION):
         assert main(["launch", str(tmp_path / "script.py")]) == 0, capfd.readouterr().err
@@ -377,8 +378,7 @@ def test_without_accelerate_it_is_one_line() -> None:
         assert (done.returncode, done.stderr) == (status, line if status else "")
 
 
-# ---- it is interrupted
-# -----------------------------------------------------------------------------------------------
+# ---- it is interrupted ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_without_accelerate_it_is_one_line() -> None:
     ],
     ids=["Ctrl-C, one process", "SIGTERM, one process", "SIGTERM, two processes"],
 )
-def test_interrupted(
+def test_an_interrupt_ends_all_processes(
     signum: signal.Signals,
     to_all: bool,
     flags: list[str],
@@ -422,8 +422,8 @@ def test_interrupted(
             time.sleep(0.02)
         assert len(left_behind(temporary)) == 1
         workers = [psutil.Process(int(file.read_text())) for file in files]
-        for each in [process.pid, *(worker.pid for worker in workers if to_all)]:
-            os.kill(each, signum)
+        for pid in [process.pid, *(worker.pid for worker in workers if to_all)]:
+            os.kill(pid, signum)
         output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signum, output
     assert left_behind(temporary) == []

@@ -1,6 +1,4 @@
-"""`CommHookKwargs.log`: what the hooks do, in the accelerator's trackers, read back from a real
-TensorBoard file.
-"""
+"""`CommHookKwargs.log` writes what the hooks do to trackers; TensorBoard's is read back."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,8 @@ class Notes(GeneralTracker):
 
 @launched
 def _logged(folder: str) -> dict[str, Any]:
-    handler, notes = power_sgd(), Notes()
+    handler = power_sgd()
+    notes = Notes()
     training = Training(
         handler,
         accelerator=new_accelerator(handler, log_with=["tensorboard", notes], project_dir=folder),
@@ -103,7 +102,8 @@ def test_values_reach_the_trackers(run_ranks: Any, tmp_path: Path) -> None:
 
 @launched
 def _two_models() -> list[dict[str, float]]:
-    handler, notes = power_sgd(), Notes()
+    handler = power_sgd()
+    notes = Notes()
     accelerator = new_accelerator(handler, log_with=notes)
     accelerator.init_trackers("run")
     models = [accelerator.prepare_model(make_model()) for _ in range(2)]
@@ -125,8 +125,10 @@ def _two_models() -> list[dict[str, float]]:
 def test_each_model_has_values_of_its_own(run_ranks: Any) -> None:
     (row,), others = run_ranks(_two_models)  # nothing is sent once the models are gone
     assert others == []
-    own = {name for name in row if not name.startswith("commhooks/1/")}
-    assert {name.replace("commhooks/", "commhooks/1/") for name in own} == row.keys() - own
+    of_first = {name for name in row if not name.startswith("commhooks/1/")}
+    assert {
+        name.replace("commhooks/", "commhooks/1/") for name in of_first
+    } == row.keys() - of_first
     assert row["commhooks/1/bytes_sent"] == 2 * row["commhooks/bytes_sent"] > 0
 
 
@@ -146,7 +148,7 @@ def _no_trackers() -> list[str]:
     return texts
 
 
-def test_no_trackers(run_ranks: Any) -> None:
+def test_without_trackers_nothing_is_logged(run_ranks: Any) -> None:
     (without, not_begun), others = run_ranks(_no_trackers)
     assert (
         "has no trackers; give Accelerator(log_with=...) an installed tracker, and call" in without
@@ -157,7 +159,8 @@ def test_no_trackers(run_ranks: Any) -> None:
 
 def _one_process() -> tuple[int, list[str]]:
     with accelerate_launched(none=True, ACCELERATE_USE_CPU="true"), Warnings() as texts:
-        handler, notes = CommHookKwargs(hook="powerSGD"), Notes()
+        handler = CommHookKwargs(hook="powerSGD")
+        notes = Notes()
         accelerator = Accelerator(kwargs_handlers=[handler], log_with=notes, cpu=True)
         accelerator.init_trackers("run")
         model = accelerator.prepare_model(make_model())
@@ -171,9 +174,9 @@ def _one_process() -> tuple[int, list[str]]:
 
 def test_one_process_has_no_hook_and_nothing_to_log(run_ranks: Any) -> None:
     [(rows, texts)] = run_ranks(_one_process, world_size=1, init=False)
-    said = (
+    sentence = (
         "commhooks: {}: there is one rank, so nothing is sent. Accelerate does not wrap its model"
         " in DDP: there is no hook, and the gradients are exact. Start the script with torchrun or"
         " accelerate launch for several ranks."
     )
-    assert rows == 0 and texts == [said.format("powerSGD"), said.format("int8_compress")]
+    assert rows == 0 and texts == [sentence.format("powerSGD"), sentence.format("int8_compress")]

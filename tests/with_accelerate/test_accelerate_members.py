@@ -14,7 +14,9 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
     gradients do not count. A save in mid-round changes no weights, and loads.
     """
     a, b, end = one_comes_and_is_killed(tmp_path, "accelerate", front="accelerate", steps=70)
-    saved = [line["same"] for each in (a, b) for line in each.lines if line["what"] == "saved"]
+    saved = [
+        line["same"] for machine in (a, b) for line in machine.lines if line["what"] == "saved"
+    ]
     assert len(saved) > 1 and all(saved)
     assert end["same"] and end["loaded"] == end["round"] - 1
     log = a.log.read_text()
@@ -23,7 +25,7 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_sharded_models(tmp_path: Path) -> None:
+def test_machines_with_sharded_models_come_and_go(tmp_path: Path) -> None:
     _, _, end = one_comes_and_is_killed(
         tmp_path, "accelerate", front="accelerate", steps=60, world=2
     )
@@ -31,6 +33,6 @@ def test_sharded_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_sigterm(tmp_path: Path) -> None:
+def test_a_machine_that_gets_sigterm_ends_the_round_first(tmp_path: Path) -> None:
     """With the trigger of Accelerate, as in docs/members.md."""
     one_gets_sigterm(tmp_path, "accelerate", front="accelerate")

@@ -1,6 +1,4 @@
-"""Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook
-averages between the replicas.
-"""
+"""With `dp_replicate_size` Accelerate shards, and the hook averages between replicas."""
 
 import os
 from pathlib import Path
@@ -50,7 +48,9 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=0.01)
         )
-        self.handler, self.step, self.losses = handler, 0, []
+        self.handler = handler
+        self.step = 0
+        self.losses = []
 
     def train(self, steps: int) -> "Run":
         for _ in range(2 * steps):
@@ -93,18 +93,23 @@ def _beside_native(message_file: Path) -> dict[str, Any]:
         "moved": float((native.weights() - start).abs().max()),
         "passes": hooked.hook.stats()["backward_passes"],
         "sent": hooked.hook.stats()["bytes_sent_last_pass"] > 0,
-        "placed": {tuple(each.device_mesh.mesh_dim_names) for each in hooked.model.parameters()},
-        "none": (without.hook, {each.device_mesh.ndim for each in without.model.parameters()}),
+        "placed": {
+            tuple(parameter.device_mesh.mesh_dim_names) for parameter in hooked.model.parameters()
+        },
+        "none": (
+            without.hook,
+            {parameter.device_mesh.ndim for parameter in without.model.parameters()},
+        ),
     }
 
 
 def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path) -> None:
     ranks = run_ranks(_beside_native, tmp_path / "message", world_size=4)
     assert (tmp_path / "message").read_text() == ""  # nothing for the launcher to print
-    for found in ranks:
-        assert found["difference"] <= 1e-6 < found["moved"]
-        assert found["passes"] == 2 and found["sent"]
-        assert found["placed"] == {("dp_shard_cp",)} and found["none"] == (None, {2})
+    for outcome in ranks:
+        assert outcome["difference"] <= 1e-6 < outcome["moved"]
+        assert outcome["passes"] == 2 and outcome["sent"]
+        assert outcome["placed"] == {("dp_shard_cp",)} and outcome["none"] == (None, {2})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,16 +146,16 @@ def _saved_and_resumed(folder: str) -> dict[str, Any]:
 def test_it_saves_in_mid_round_and_resumes(run_ranks: Any, tmp_path: Path) -> None:
     """As a full state dict. The sharded one, of PowerSGD, is that of a run that loses a replica."""
     ranks = run_ranks(_saved_and_resumed, str(tmp_path), world_size=4)
-    for found in ranks:
+    for outcome in ranks:
         assert (
-            found["same weights"]
-            and found["same losses"]
-            and found["same state"]
-            and found["silent"]
+            outcome["same weights"]
+            and outcome["same losses"]
+            and outcome["same state"]
+            and outcome["silent"]
         )
-        assert torch.equal(found["weights"], ranks[0]["weights"])
-        assert found["stats"]["step"] == 2
-        assert found["stats"]["bytes_sent"] < 0.8 * found["stats"]["bytes_uncompressed"]
+        assert torch.equal(outcome["weights"], ranks[0]["weights"])
+        assert outcome["stats"]["step"] == 2
+        assert outcome["stats"]["bytes_sent"] < 0.8 * outcome["stats"]["bytes_uncompressed"]
     assert (tmp_path / "comm_hook" / ".metadata").is_file()
     refused = {
         name for rank in run_ranks(_incomplete, str(tmp_path), world_size=4) for name in rank
@@ -227,10 +232,10 @@ def _two_folders(folder: str) -> dict[str, Any]:
 
 
 def test_each_of_two_models_loads_its_folder_or_none_does(run_ranks: Any, tmp_path: Path) -> None:
-    for found in run_ranks(_two_folders, str(tmp_path)):
-        assert found["loaded"] == [3, 3] and found["after"] == [4, 4] and found["same"]
-        assert f"{tmp_path / 'comm_hook_1'} cannot be read (" in found["error"]
-        assert "remove this folder" in found["error"]
+    for outcome in run_ranks(_two_folders, str(tmp_path)):
+        assert outcome["loaded"] == [3, 3] and outcome["after"] == [4, 4] and outcome["same"]
+        assert f"{tmp_path / 'comm_hook_1'} cannot be read (" in outcome["error"]
+        assert "remove this folder" in outcome["error"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ def _elastic(folder: str, replicas: int, resume: bool) -> dict[str, Any]:
 
 def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -> None:
     """From 2 x 2 to 1 x 2. Another number of shards:
-    tests/checkpoint/test_fully_shard_checkpoints.py.
+    tests/checkpoint/test_distributed.py.
     """
     folder = str(tmp_path / "saved")
     before = run_ranks(_elastic, folder, 2, False, world_size=4)[0]
@@ -278,9 +283,7 @@ def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -
 
 
 def _forgotten() -> str:
-    """An accelerator shards, and has the handler among its `kwargs_handlers` only, or gets it after
-    `prepare`.
-    """
+    """Give a sharding accelerator its handler among `kwargs_handlers`, or after `prepare`."""
     handler = CommHookKwargs(hook="int8")
     run = Run(None)
     run.accelerator.ddp_handler = handler  # as its constructor does
@@ -299,26 +302,26 @@ def _refused() -> dict[str, str]:
             Run(handler, **accelerator)
         return str(error.value)
 
-    found = {
+    results = {
         "per_rank": of(CommHookKwargs(hook="int8", save_residual="per_rank")),
         "over all": of(CommHookKwargs(hook="int8"), replicas=None),
     }
     with pytest.raises(HookConfigError) as error:
         CommHookKwargs(hook="int8").attach(sharding_accelerator(replicas=None))
-    found["over all, attach"] = str(error.value)
-    found["forgotten"] = _forgotten()
+    results["over all, attach"] = str(error.value)
+    results["forgotten"] = _forgotten()
     pretend_to_have_accelerators()
     old = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
     with pytest.raises(HookConfigError) as error:
         CommHookKwargs(hook="int8").attach(old)
-    found["FSDP1"] = str(error.value)
+    results["FSDP1"] = str(error.value)
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError) as refused:
         Accelerator(
             cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         )
-    found["CPUs, by Accelerate"] = str(refused.value)
-    return found
+    results["CPUs, by Accelerate"] = str(refused.value)
+    return results
 
 
 @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.MULTI_GPU])

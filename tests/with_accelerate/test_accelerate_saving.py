@@ -65,9 +65,7 @@ def _truncate(path: Path) -> None:
 def saved_by_two(
     worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of two ranks, and the weights three steps after a resume from it without any
-    residual.
-    """
+    """Save on two ranks, and return the weights three steps after a resume without residuals."""
     folder = tmp_path_factory.mktemp("saved")
     worker_pool.import_first("accelerate")
     worker_pool.run(_saved, str(folder))
@@ -85,11 +83,10 @@ def checkpoint(saved_by_two: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_by_two[0], tmp_path / "checkpoint"))
 
 
-# ---- ways in which people save
-# ---------------------------------------------------------------------------------------
+# ---- ways in which people save -------------------------------------------------------------------
 
 
-def test_the_files(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_save_writes_these_files(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_saved, str(tmp_path), 6, 0)
     assert hook_files(tmp_path) == FILES
     for name in FILES:
@@ -119,7 +116,8 @@ def _scaled(folder: str) -> dict[str, Any]:
 def _two_nodes(folder: str) -> dict[str, Any]:
     """Each rank is a node with its own disk."""
     rank = dist.get_rank()
-    mine, config = f"{folder}/node{rank}", ProjectConfiguration(save_on_each_node=True)
+    mine = f"{folder}/node{rank}"
+    config = ProjectConfiguration(save_on_each_node=True)
     with accelerate_launched(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
         run = Training(project_config=config).train(6).save(mine)
         assert run.accelerator.is_local_main_process and hook_files(mine) == [
@@ -133,7 +131,7 @@ def _two_nodes(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("work", [_scaled, _two_nodes])
-def test_resumes_bit_equal(run_ranks: Any, tmp_path: Path, work: Callable[..., Any]) -> None:
+def test_a_run_resumes_bit_equal(run_ranks: Any, tmp_path: Path, work: Callable[..., Any]) -> None:
     for result in run_ranks(work, str(tmp_path)):
         assert_equal(result["run"], result["resumed"])
 
@@ -149,7 +147,9 @@ def _save_on_main(folder: str) -> dict[str, Any]:
     return outcome(run) | {"warnings": texts}
 
 
-def test_save_on_the_main_process_only(run_ranks: Any, saved_by_two: Any, tmp_path: Path) -> None:
+def test_a_save_on_the_main_process_only_resumes_without_residuals(
+    run_ranks: Any, saved_by_two: Any, tmp_path: Path
+) -> None:
     """Over a save of all ranks."""
     saving = run_ranks(_save_on_main, str(tmp_path))
     assert torch.equal(saving[0]["weights"], saving[1]["weights"]) and saving[0]["warnings"] == []
@@ -211,10 +211,11 @@ def test_the_mean_on_the_main_process_only_is_marked(
 @launched
 def _large(folder: str) -> list[list[str]]:
     """The warnings of three saves: one that is just small enough, one that is not, and a mean."""
-    found, run = [], Training().train(4)
+    results = []
+    run = Training().train(4)
     run.save(folder)
-    own = torch.load(f"{folder}/{FILES[1]}", weights_only=True)["residuals"]
-    limit = run.accelerator.num_processes * sum(each.nbytes for each in own.values())
+    kept = torch.load(f"{folder}/{FILES[1]}", weights_only=True)["residuals"]
+    limit = run.accelerator.num_processes * sum(residual.nbytes for residual in kept.values())
     for saving, least in (
         (run, limit),
         (run, limit - 1),
@@ -222,8 +223,8 @@ def _large(folder: str) -> list[list[str]]:
     ):
         with mock.patch("accelerate_commhooks.saving.LARGE_SAVE_BYTES", least), Warnings() as texts:
             saving.save(folder).save(folder)
-        found.append(list(texts))
-    return found
+        results.append(list(texts))
+    return results
 
 
 def test_a_large_save_suggests_the_mean_once(run_ranks: Any, tmp_path: Path) -> None:
@@ -249,8 +250,7 @@ def test_save_model_in_mid_round_saves_the_common_weights(run_ranks: Any, tmp_pa
     )
 
 
-# ---- over a folder of an earlier run
-# ---------------------------------------------------------------------------------
+# ---- over a folder of an earlier run -------------------------------------------------------------
 
 
 def _two_models() -> Training:
@@ -321,8 +321,7 @@ def test_a_save_by_fewer_ranks_removes_the_files_of_the_others(
     assert hook_files(tmp_path) == FILES
 
 
-# ---- what load_state may meet
-# ----------------------------------------------------------------------------------------
+# ---- what load_state may meet --------------------------------------------------------------------
 
 
 def _rewrite(path: Path, **changes: Any) -> None:
@@ -402,7 +401,8 @@ def test_a_bad_shared_file_is_an_error_on_every_rank_before_anything_changes(
 
 @launched
 def _loads_of_another_hook(folder: str, file: str) -> list[str]:
-    run, changed = Training(CommHookKwargs.from_config(file)), f"{file} folder"
+    run = Training(CommHookKwargs.from_config(file))
+    changed = f"{file} folder"
     with log_lines() as lines:
         run.load(folder, 6).train(1).save(changed).load(changed, 7)
     assert run.hook.stats()["step"] == 1
@@ -422,13 +422,13 @@ def test_another_hook_is_an_error_unless_strict_is_off(
     # later.
     assert (
         sum(
-            "int8_compress: strict=False: this load leaves out what does not fit" in each
-            for each in lines
+            "int8_compress: strict=False: this load leaves out what does not fit" in line
+            for line in lines
         )
         == 2
     )
-    assert any("begins with fresh memory (strict=False)" in each for each in lines)
-    assert not any("strict=False" in each for each in others)
+    assert any("begins with fresh memory (strict=False)" in line for line in lines)
+    assert not any("strict=False" in line for line in others)
 
 
 @launched
@@ -447,9 +447,7 @@ def test_loading_on_some_ranks_only_is_an_error_on_all(run_ranks: Any, checkpoin
 
 
 def _one_process(folder: str, made_by_two: str) -> None:
-    """A plain script without a launcher: Accelerate does not wrap in DDP, and there is nothing to
-    attach a hook to.
-    """
+    """Without a launcher Accelerate does not wrap in DDP, and nothing has a hook."""
     with accelerate_launched(none=True), Warnings() as texts:
         handler = power_sgd()
         run = Training(handler, accelerator=Accelerator(kwargs_handlers=[handler]))
@@ -473,13 +471,13 @@ def test_without_a_hook_no_files_of_one_are_read(
     run_ranks(_without_hook, str(tmp_path / "without"), str(checkpoint))
 
 
-# ---- users' own hooks, states and objects
-# ----------------------------------------------------------------------------
+# ---- users' own hooks, states and objects --------------------------------------------------------
 
 
 class Counter:
     def __init__(self, count: int = 0, plain: bool = True) -> None:
-        self.count, self.plain = count, plain
+        self.count = count
+        self.plain = plain
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count} | ({} if self.plain else {"object": Counter()})
@@ -490,9 +488,7 @@ class Counter:
 
 @launched
 def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
-    """Users who save models themselves empty the lists that hooks get; and have objects of their
-    own saved.
-    """
+    """Empty the lists that save hooks get, as users do, and save an object of one's own."""
 
     def prepare(handler: CommHookKwargs, count: int) -> tuple[Training, Counter]:
         accelerator = new_accelerator(handler)
@@ -510,7 +506,8 @@ def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
         # before `prepare`, so that they are called before the hook's
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
-        run, counter = Training(handler, accelerator=accelerator), Counter(count)
+        run = Training(handler, accelerator=accelerator)
+        counter = Counter(count)
         accelerator.register_for_checkpointing(counter)
         return run, counter
 
@@ -522,7 +519,7 @@ def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
     return {"run": outcome(run), "resumed": outcome(resumed)}
 
 
-def test_users_own_hooks_and_objects(run_ranks: Any, tmp_path: Path) -> None:
+def test_users_own_hooks_and_objects_are_saved(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_own_hooks_and_objects, str(tmp_path)):
         assert_equal(result["run"], result["resumed"])
     names = {path.name for path in tmp_path.iterdir()}
@@ -536,7 +533,8 @@ def own_hook(state: Counter, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 @launched
 def _own_hook(folder: str, plain: bool = True, save: bool = True) -> tuple[int, int, list[str]]:
-    handler, resumed = CommHookKwargs(hook=own_hook, hook_state=Counter(plain=plain)), Counter()
+    handler = CommHookKwargs(hook=own_hook, hook_state=Counter(plain=plain))
+    resumed = Counter()
     run = Training(handler)
     with Warnings() as texts:
         if save:
@@ -546,7 +544,7 @@ def _own_hook(folder: str, plain: bool = True, save: bool = True) -> tuple[int, 
     return saved, resumed.count, texts
 
 
-def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_state_of_a_users_hook_is_saved(run_ranks: Any, tmp_path: Path) -> None:
     (saved, resumed, _), (of_second, resumed_second, _) = run_ranks(_own_hook, str(tmp_path))
     assert resumed == saved > 0 and resumed_second == of_second == 2 * saved
     assert hook_files(tmp_path) == FILES
@@ -557,14 +555,11 @@ def test_the_state_of_a_hook_of_ones_own(run_ranks: Any, tmp_path: Path) -> None
         assert count == 0 and "is not saved" in warning and "weights_only=True" in warning
 
 
-# ---- several models
-# --------------------------------------------------------------------------------------------------
+# ---- several models ------------------------------------------------------------------------------
 
 
 class Pair:
-    """Two models of one shape with different gradients, and an evaluation-mode model that is
-    prepared before them.
-    """
+    """Train two models of one shape, after one in evaluation mode that is prepared first."""
 
     def __init__(self, options: Any = OPTIONS) -> None:
         self.handler = power_sgd(options)
@@ -655,7 +650,7 @@ def _freed_and_gone(folder: str) -> None:
     assert pair.handler.is_attached(again)
 
 
-def test_models_that_go_and_free_memory(run_ranks: Any, tmp_path: Path) -> None:
+def test_only_models_that_are_still_prepared_are_saved(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_freed_and_gone, str(tmp_path))
     assert hook_files(tmp_path / "gone") == [name.replace("hook", "hook_1") for name in FILES]
     assert hook_files(tmp_path / "freed") == hook_files(tmp_path / "again") == FILES[:1]

@@ -30,7 +30,9 @@ find_unused_parameters: true
 
 
 @pytest.mark.parametrize("text", [FULL, section(FULL)], ids=["file of its own", "section"])
-def test_every_kind_of_value(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_value_is_read(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STEPS_OF_TEST", "40")
     path = tmp_path / "hook.yaml"
     path.write_text(text)
@@ -75,7 +77,7 @@ class State:
 SHARED_STATE = {"made": "once"}
 
 
-def test_hook_state_by_its_path() -> None:
+def test_a_hook_state_is_found_by_its_path() -> None:
     def state(path: str) -> Any:
         return Settings(
             {"hook": "test_accelerate_settings:State", "hook_state": path}, "file"
@@ -88,7 +90,7 @@ def test_hook_state_by_its_path() -> None:
 
 
 @pytest.mark.parametrize("written", ["null", "~", "off", "none", "None", '"off"'])
-def test_every_way_to_write_no_hook(written: str, tmp_path: Path) -> None:
+def test_every_way_to_write_no_hook_is_understood(written: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         section(f"hook: {written}\nhook_options: {{matrix_approximation_rank: 2}}\nwrapper: bf16")
@@ -96,8 +98,7 @@ def test_every_way_to_write_no_hook(written: str, tmp_path: Path) -> None:
     assert CommHookKwargs.from_config(file).off
 
 
-# ---- what is wrong
-# --------------------------------------------------------------------------------------------------
+# ---- what is wrong -------------------------------------------------------------------------------
 
 
 WRONG = [
@@ -169,7 +170,7 @@ NO_SETTINGS = [
 
 @pytest.mark.parametrize(
     ("text", "says", "overrides"),
-    [(each(text), says, more) for text, says, *more in WRONG for each in (str, section)]
+    [(kind(text), says, more) for text, says, *more in WRONG for kind in (str, section)]
     + [(text, says, []) for text, says in NO_SETTINGS],
 )
 def test_errors_say_where_and_why(
@@ -182,15 +183,14 @@ def test_errors_say_where_and_why(
     assert str(raised.value).startswith(str(path)) and says in str(raised.value)
 
 
-def test_no_file_and_wrong_overrides(tmp_path: Path) -> None:
+def test_no_file_and_wrong_overrides_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HookConfigError, match="cannot be read: No such file"):
         CommHookKwargs.from_config(tmp_path / "nothing.yaml")
     with pytest.raises(HookConfigError, match="is a str; expected a list of str"):
         CommHookKwargs.from_config(tmp_path / "nothing.yaml", overrides="wrapper=fp16")
 
 
-# ---- in the environment
-# ----------------------------------------------------------------------------------------------
+# ---- in the environment --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_the_variable_names_a_file(named: Path) -> None:
     assert overridden.hook_options == {"matrix_approximation_rank": 8} and overridden.strict
 
 
-def test_argument_over_environment_over_default(named: Path) -> None:
+def test_an_argument_comes_before_the_environment_and_the_default(named: Path) -> None:
     handler = CommHookKwargs(wrapper=None, strict=True, bucket_cap_mb=7)
     assert (handler.wrapper, handler.strict, handler.bucket_cap_mb) == (None, True, 7)  # argument
     # environment
@@ -238,7 +238,7 @@ def test_argument_over_environment_over_default(named: Path) -> None:
     assert CommHookKwargs.from_config(other) == CommHookKwargs(hook="allreduce")
 
 
-def test_overrides_of_settings_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_from_the_launcher_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         VARIABLE, Settings({"hook": "powerSGD", "strict": False}, "a.yaml").to_environment()
     )
@@ -258,7 +258,9 @@ def test_copies_do_not_ask_the_environment_again(named: Path) -> None:
         assert other == handler and other.given == handler.given
 
 
-def test_wrong_content_of_the_variable(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_content_of_the_variable_is_refused(
+    named: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text in ("/no/such/file.yaml", "{", "{}", '{"settings": 3, "source": "x"}'):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(HookConfigError, match=VARIABLE):
@@ -271,7 +273,9 @@ def test_wrong_content_of_the_variable(named: Path, monkeypatch: pytest.MonkeyPa
         CommHookKwargs(hook="powerSGD", wrapper="fp61")
 
 
-def test_nothing_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hook_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for value in (None, "", "  "):
         if value is not None:
             monkeypatch.setenv(VARIABLE, value)

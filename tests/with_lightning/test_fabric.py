@@ -1,6 +1,4 @@
-"""`lightning_commhooks.fabric.CommHookDDP`: a hook for every model, saved and restored with
-Fabric's checkpoints.
-"""
+"""Fabric's checkpoints save and restore a hook for every model."""
 
 import pickle
 from pathlib import Path
@@ -111,7 +109,10 @@ def _two_models(root: str) -> dict[str, Any]:
     second, first = _setup(again, seed=8), _setup(again, seed=9)  # in another order
     state = {"first": first[0], "second": second[0], "a": first[1], "b": second[1], "step": 0}
     assert again.load(path, state) == {} and state["step"] == 5
-    steps = [again.strategy.hook_of(each[0]).stats()["step"] for each in (first, second)]
+    steps = [
+        again.strategy.hook_of(model_and_optimizer[0]).stats()["step"]
+        for model_and_optimizer in (first, second)
+    ]
     _train(again, *first, range(20, 24))
     _train(again, *second, range(30, 34))
     last = again.strategy.comm_hook is again.strategy.hook_of(first[0])
@@ -185,19 +186,19 @@ def _without_a_word(root: str) -> dict[str, Any]:
     fabric = _fabric()
     model, optimizer = _setup(fabric)
     _train(fabric, model, optimizer, range(3))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with caught_warnings() as texts:
         fabric.save(path, {"model": model.state_dict()})
         fabric.save(path, {"model": model.state_dict()})
-    found["state_dict"] = [text for text in texts if "fabric.save" in text]
+    results["state_dict"] = [text for text in texts if "fabric.save" in text]
     fabric.save(path, {"model": model})
     with caught_warnings() as texts:
-        found["keys"] = set(fabric.load(path))
-    found["no state"] = [text for text in texts if "not restored" in text]
+        results["keys"] = set(fabric.load(path))
+    results["no state"] = [text for text in texts if "not restored" in text]
     with caught_warnings() as texts:
         _fabric().load(path, {"model": _net()})
-    found["early"] = [text for text in texts if "fabric.setup before fabric.load" in text]
-    return found
+    results["early"] = [text for text in texts if "fabric.setup before fabric.load" in text]
+    return results
 
 
 def test_what_loses_the_state_is_a_warning(run_ranks: Any, tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> Non
         ({"hook": "powerSGD", "ddp_comm_hook": print}, "ddp_comm_hook= together with hook="),
     ],
 )
-def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
+def test_wrong_arguments_are_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(HookConfigError, match=text):
         CommHookDDP(**arguments)
 
@@ -290,7 +291,7 @@ def _refused(root: str) -> list[str]:
     return errors
 
 
-def test_refused_later(run_ranks: Any, tmp_path: Path) -> None:
+def test_wrong_states_and_keys_are_refused(run_ranks: Any, tmp_path: Path) -> None:
     for rank, (second, key, content) in enumerate(run_ranks(_refused, str(tmp_path))):
         assert second.startswith(
             "hook_state (_Learned) is one object, and is used by another model already"
@@ -329,15 +330,15 @@ def _saved_in_mid_round(root: str) -> Any:
     fabric = _fabric(LocalSGD(sync_every=3))
     model, optimizer = _setup(fabric)
     _train(fabric, model, optimizer, range(4))
-    own = _weights(model)
+    local = _weights(model)
     # without the model, and so without its hook
     fabric.save(f"{root}/weights.ckpt", {"weights": model.state_dict()})
-    return own, _weights(model)
+    return local, _weights(model)
 
 
 def test_a_save_ends_the_round(run_ranks: Any, tmp_path: Path) -> None:
-    (own, now), (others, same) = run_ranks(_saved_in_mid_round, str(tmp_path))
+    (local, now), (others, same) = run_ranks(_saved_in_mid_round, str(tmp_path))
     saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["weights"]
     assert_equal(now, same)
     assert_equal(now, saved)
-    assert not torch.equal(own["0.weight"], others["0.weight"])
+    assert not torch.equal(local["0.weight"], others["0.weight"])

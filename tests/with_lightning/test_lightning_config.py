@@ -54,7 +54,8 @@ NAMES = {
 
 
 def _by_name(root: str, name: str) -> dict[str, Any]:
-    t, model = trainer(root, strategy=name, max_epochs=3), Model()
+    t = trainer(root, strategy=name, max_epochs=3)
+    model = Model()
     t.fit(model, data())
     return {"weights": weights(model), "stats": t.strategy.comm_hook.stats()}
 
@@ -140,7 +141,7 @@ def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
         ),
     ],
 )
-def test_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
+def test_wrong_arguments_are_refused_at_construction(arguments: dict[str, Any], text: str) -> None:
     """What `HookRequest` refuses for every front end is in options/test_request.py."""
     with pytest.raises(HookConfigError, match=text):
         CommHookDDP(**arguments)
@@ -187,9 +188,9 @@ def _with_a_callback_of_the_twin(root: str) -> list[str]:
     class Mine(twin.Callback):
         pass
 
-    given: Any = [Mine(), pl.Callback(), twin.callbacks.ModelCheckpoint(root)]
+    callbacks: Any = [Mine(), pl.Callback(), twin.callbacks.ModelCheckpoint(root)]
     with support.caught_warnings() as texts:
-        trainer(root, max_epochs=1, callbacks=given).fit(Model(), data())
+        trainer(root, max_epochs=1, callbacks=callbacks).fit(Model(), data())
     return [text for text in texts if "pytorch_lightning" in text]
 
 
@@ -254,7 +255,9 @@ def _cli_fit(config: str, root: str) -> dict[str, Any]:
     return {"options": hook.options, "stats": hook.stats(), "weights": weights(cli.model)}
 
 
-def test_cli_trains_with_a_config_class_and_a_bucket_size(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_cli_trains_with_a_config_class_and_a_bucket_size(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     config = _config(tmp_path, POWERSGD, bucket_cap_mb=support.SEVERAL_BUCKETS_MB, wrapper="bf16")
     ranks = run_ranks(_cli_fit, config, str(tmp_path))
     for rank in ranks:
@@ -276,7 +279,7 @@ def test_cli_trains_with_a_config_class_and_a_bucket_size(run_ranks: Any, tmp_pa
         ("test_lightning_config:my_hook", "test_lightning_config:my_hook"),  # as commhooks does
     ],
 )
-def test_cli_takes_a_callable(tmp_path: Path, hook: str, name: str) -> None:
+def test_the_cli_takes_a_callable(tmp_path: Path, hook: str, name: str) -> None:
     request = _cli(["--config", _config(tmp_path, hook)], run=False).trainer.strategy._request
     assert request.name == name
 
@@ -349,7 +352,7 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert f"--trainer.strategy.{name} " in text
     classes = (
-        "Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Noop, Auto,"
+        "Noop, Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Auto,"
         " Callable, str"
     )
     assert classes in _joined(text)

@@ -130,7 +130,7 @@ class _PartBeside(Sharded):
 
 
 def _refused(root: str) -> list[str]:
-    said = []
+    errors = []
     for module, options in (
         (Sharded(), {"replicate_size": 3}),
         (Sharded(), {"callbacks": [CommHookCheckpoint()]}),
@@ -141,8 +141,8 @@ def _refused(root: str) -> list[str]:
         made = trainer(root, strategy=strategy(**options), max_epochs=1, callbacks=callbacks)
         with pytest.raises(HookConfigError) as error:
             made.fit(module, data())
-        said.append(str(error.value))
-    return said
+        errors.append(str(error.value))
+    return errors
 
 
 def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_cannot_work_is_refused(run_ranks: Any, tmp_path: Path) -> None:
         assert "mesh=self.trainer.strategy.device_mesh['shard']" in over_another
 
 
-def test_the_mesh_before_the_processes_have_connected() -> None:
+def test_the_mesh_is_an_error_before_the_processes_have_connected() -> None:
     with pytest.raises(
         RuntimeError, match="the device mesh exists once the processes have connected"
     ):
@@ -175,11 +175,12 @@ def test_parameters_that_are_not_averaged_and_a_late_start_are_warned_about(
 ) -> None:
     (beside, late), *others = run_ranks(_warned, str(tmp_path), world_size=2)
     assert "head.weight, head.bias: trained, but not sharded" in beside and not any(others)
-    assert "hook 'powerSGD' begins at step 100, but this training ends at step 4" in late
+    assert "hook 'powerSGD' begins at step 100, but this run ends at step 4" in late
 
 
 def _accumulated(root: str) -> dict[str, Any]:
-    weights, stats = [], {}
+    weights = []
+    stats = {}
     for replicas in (2, 1):
         options: dict[str, Any] = {"hook": "allreduce", "replicate_size": replicas}
         made = trainer(root, strategy=strategy(**options), max_epochs=1, accumulate_grad_batches=2)
@@ -233,7 +234,7 @@ def _from_yaml(config: str, root: str) -> dict[str, Any]:
     }
 
 
-def test_from_yaml(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_strategy_is_read_from_yaml(run_ranks: Any, tmp_path: Path) -> None:
     init_args = {
         "hook": "powerSGD",
         "hook_options": {"start_powerSGD_iter": 0.5},

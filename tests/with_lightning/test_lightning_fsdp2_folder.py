@@ -30,13 +30,16 @@ def _incomplete(root: str) -> dict[str, Any]:
     made.save_checkpoint(f"{root}/weights.ckpt")
     made.save_checkpoint(f"{root}/weights.ckpt", weights_only=True)
     dist.barrier()
-    found = {"whole": folder.is_dir(), "outdated": Path(root, "weights.ckpt", "commhooks").exists()}
+    results = {
+        "whole": folder.is_dir(),
+        "outdated": Path(root, "weights.ckpt", "commhooks").exists(),
+    }
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / ".metadata").unlink()  # as after a kill while the hook was saved
     dist.barrier()
     resumed = fit(f"{root}/resumed", 2, f"{root}/whole.ckpt", hook="int8")
-    return found | {"warnings": resumed["warnings"], "step": resumed["stats"]["step"]}
+    return results | {"warnings": resumed["warnings"], "step": resumed["stats"]["step"]}
 
 
 def test_a_folder_that_is_incomplete_or_of_other_weights_is_not_loaded(
@@ -71,7 +74,7 @@ def _of_another_hook(root: str) -> dict[str, Any]:
     }
 
 
-def test_the_state_of_another_hook(run_ranks: Any, tmp_path: Path) -> None:
+def test_the_state_of_another_hook_is_refused(run_ranks: Any, tmp_path: Path) -> None:
     for result in run_ranks(_of_another_hook, str(tmp_path), world_size=2):
         assert "was saved by another hook" in result["error"] and "strict=False" in result["error"]
         assert result["unchanged"]  # the weights
@@ -111,10 +114,10 @@ _is_file = Path.is_file
 
 def _slow(path: Path) -> bool:
     """Time enough for both ranks to see a file that one of them will then not find."""
-    found = _is_file(path)
-    if found:
+    is_file = _is_file(path)
+    if is_file:
         time.sleep(0.3 + 0.3 * dist.get_rank())
-    return found
+    return is_file
 
 
 def _in_the_way(root: str) -> tuple[str, bool]:
@@ -138,7 +141,9 @@ def _in_the_way(root: str) -> tuple[str, bool]:
     return str(error.value), replaced
 
 
-def test_what_is_in_the_way_of_a_save(run_ranks: Any, tmp_path: Path) -> None:
+def test_whatever_is_in_the_way_of_a_save_is_replaced_or_an_error(
+    run_ranks: Any, tmp_path: Path
+) -> None:
     """A file is replaced, as by Lightning. What cannot be removed is an error on all ranks."""
     for text, replaced in run_ranks(_in_the_way, str(tmp_path), world_size=2):
         assert replaced and "file.ckpt cannot be replaced: " in text and ".metadata" in text

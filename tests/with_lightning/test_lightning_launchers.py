@@ -51,7 +51,7 @@ def _launch(start_method: str, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(3 * TIMEOUT_S)
-def test_popen_spawn_and_fork(tmp_path: Path) -> None:
+def test_hooks_train_with_popen_spawn_and_fork(tmp_path: Path) -> None:
     results = {method: _launch(method, tmp_path / method) for method in ("popen", "spawn", "fork")}
     for ranks in results.values():
         assert [rank["stats"]["compressed_steps"] for rank in ranks] == [6, 6]

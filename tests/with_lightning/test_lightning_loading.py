@@ -57,7 +57,9 @@ def _from_another(root: str, kind: str, text: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_another_hook_or_model(run_ranks: Any, tmp_path: Path, kind: str, text: str) -> None:
+def test_a_checkpoint_of_another_hook_or_model_begins_with_fresh_memory(
+    run_ranks: Any, tmp_path: Path, kind: str, text: str
+) -> None:
     ranks = run_ranks(_from_another, str(tmp_path), kind, text)
     for rank in ranks:
         assert rank["start"] == [0 if kind == "hook" else SAVED_AT]
@@ -95,7 +97,8 @@ def test_a_damaged_file_is_named_and_a_truncated_one_called_cut_off(
 
 def _validate_then_fit(root: str) -> dict[str, Any]:
     fit(root, save=True, epochs=2)
-    watch, model = Watch(), Model()
+    watch = Watch()
+    model = Model()
     t = trainer(root, strategy=strategy(hook=HOOK), max_epochs=2, callbacks=[watch])
     t.validate(Model(), data(), ckpt_path=path_at(root, SAVED_AT), verbose=False)
     t.predict(_Predicts(), data(), ckpt_path=path_at(root, SAVED_AT), return_predictions=False)

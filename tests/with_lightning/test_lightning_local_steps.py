@@ -40,7 +40,8 @@ class _Looks(pl.Callback):
     """
 
     def __init__(self, root: str) -> None:
-        self.root, self.seen = root, {}
+        self.root = root
+        self.seen = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == 2:
@@ -61,7 +62,8 @@ class _LooksAtTheEnd(Model):
 
 
 def _look(root: str) -> dict[str, Any]:
-    model, looks = _LooksAtTheEnd(), _Looks(root)
+    model = _LooksAtTheEnd()
+    looks = _Looks(root)
     model.seen = looks.seen
     settings = {
         "max_epochs": 2,
@@ -111,10 +113,10 @@ def _sharded(root: str) -> dict[str, Any]:
 
 @fully_shard_on_gloo
 def test_a_sharded_fit_resumes_in_mid_round(run_ranks: Any, tmp_path: Path) -> None:
-    found = run_ranks(_sharded, str(tmp_path), timeout_s=100)
-    for result in found:
+    results = run_ranks(_sharded, str(tmp_path), timeout_s=100)
+    for result in results:
         assert_equal(result["resumed"]["weights"], result["through"]["weights"])
-        assert_equal(result["through"]["weights"], found[0]["through"]["weights"])
+        assert_equal(result["through"]["weights"], results[0]["through"]["weights"])
         assert result["through"]["stats"]["step"] == 4  # after steps 3, 4, 7 and 8
 
 
@@ -129,11 +131,11 @@ class _Swaps(pl.Callback):
         self.seen: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        own = [local_values(p).clone() for p in module.parameters()]
+        weights = [local_values(p).clone() for p in module.parameters()]
         self.average = (
-            [0.9 * a + 0.1 * o for a, o in zip(self.average, own, strict=True)]
+            [0.9 * a + 0.1 * o for a, o in zip(self.average, weights, strict=True)]
             if self.average
-            else own
+            else weights
         )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -14,20 +14,21 @@ from tests.support.machines import (
     lighthouse,
     one_comes_and_is_killed,
     one_gets_sigterm,
+    one_is_slower,
 )
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_trainer(tmp_path: Path) -> None:
+def test_a_machine_joins_a_trainer_and_is_killed(tmp_path: Path) -> None:
     """A machine that comes, with a sharded model, takes weights, optimizer, schedulers, epoch and
     steps from the other one, which goes on to the end alone. Validations and saves in mid-round
     change no weights.
     """
-    given = {"front": "lightning", "steps": 70, "world": 2, "save_every": 21}
-    a, b, _ = one_comes_and_is_killed(tmp_path, "lightning.pytorch", **given)
+    settings = {"front": "lightning", "steps": 70, "world": 2, "save_every": 21}
+    a, b, _ = one_comes_and_is_killed(tmp_path, "lightning.pytorch", **settings)
     assert all(
-        line["same"] for each in (a, b) for line in each.lines if line["what"] == "validation"
+        line["same"] for machine in (a, b) for line in machine.lines if line["what"] == "validation"
     )
     logged = {
         row["commhooks/members"] for row in csv.DictReader((tmp_path / "a" / "metrics.csv").open())
@@ -38,14 +39,14 @@ def test_trainer(tmp_path: Path) -> None:
     assert "nothing is sent" not in log and "UnusedWarning" not in log, log
 
 
-def test_resume(tmp_path: Path) -> None:
+def test_machines_resume_from_their_checkpoints(tmp_path: Path) -> None:
     """Two machines save and stop. From these checkpoints go on: one machine, as a training without
     members does (in which validations and the ends of epochs would end rounds); and two, of which
     one has an older checkpoint, and takes the state of the other.
     """
     one_epoch = {"samples": 200, "validation": 0.0}
 
-    def train(names: str, steps: int, files: list[str], **given: Any) -> list[Machine]:
+    def train(names: str, steps: int, files: list[str], **more: Any) -> list[Machine]:
         with lighthouse() as address:
             new = functools.partial(
                 Machine, FRONT_JOB, address, tmp_path, steps=steps, save_every=10, **one_epoch
@@ -59,15 +60,15 @@ def test_resume(tmp_path: Path) -> None:
                     seed=seed,
                     least=len(names),
                     resume=path,
-                    **given,
+                    **more,
                 )
                 for seed, (name, path) in enumerate(zip(names, paths, strict=True))
             ]
             try:
-                assert [each.end()["steps"] for each in many] == [steps] * len(many)
+                assert [machine.end()["steps"] for machine in many] == [steps] * len(many)
             finally:
-                for each in many:
-                    each.kill()
+                for machine in many:
+                    machine.kill()
         return many
 
     first = train("ab", 20, [])
@@ -78,16 +79,20 @@ def test_resume(tmp_path: Path) -> None:
     assert {step: line | {"names": ["d"]} for step, line in plain.rounds.items()} == alone.rounds
     two = train("ef", 40, ["a/step=20.ckpt", "b/step=10.ckpt"])
     assert_equal(*two, began_together=True)
-    for each in (alone, *two):
-        assert [each.rounds[step]["steps"] for step in (5, 6, 7, 8)] == [25, 30, 35, 40]
+    for machine in (alone, *two):
+        assert [machine.rounds[step]["steps"] for step in (5, 6, 7, 8)] == [25, 30, 35, 40]
     assert "goes on from outer step" in two[1].log.read_text()
 
 
-def test_fabric(tmp_path: Path) -> None:
+def test_a_slow_machine_follows_the_progress_of_the_others(tmp_path: Path) -> None:
+    one_is_slower(tmp_path, "lightning.pytorch", front="lightning")
+
+
+def test_a_machine_joins_fabric_and_is_killed(tmp_path: Path) -> None:
     one_comes_and_is_killed(tmp_path, "lightning.pytorch", front="fabric", steps=70)
 
 
-def test_sigterm(tmp_path: Path) -> None:
+def test_a_machine_that_gets_sigterm_ends_the_round_first(tmp_path: Path) -> None:
     """A spot instance that is taken away. It, too, takes the progress of the other one, and
     validates in mid-round.
     """

@@ -20,7 +20,7 @@ def _fits(root: str) -> dict[str, Any]:
 
     without: dict[str, Any] = {"hook": None, "wrapper": "bf16"}
     monitor = CommHookMonitor(every_n_steps=1)
-    found = {
+    results = {
         "plain": plain(save=True),
         "none": fit(root, save=True, callbacks=[monitor], **without),
         "hooked": fit(root + "/hooked", save=True, epochs=2),
@@ -29,7 +29,7 @@ def _fits(root: str) -> dict[str, Any]:
         "on": fit(root, ckpt_path=path_at(root + "/plain", SAVED_AT)),
     }
     saved = torch.load(path_at(root, SAVED_AT), weights_only=True)
-    return {**found, "keys": set(saved)}
+    return {**results, "keys": set(saved)}
 
 
 def test_it_trains_saves_and_resumes_as_plain_ddp(run_ranks: Any, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def _named_paths(root: str) -> dict[str, Any]:
     return out
 
 
-def test_best_last_and_hpc(run_ranks: Any, tmp_path: Path) -> None:
+def test_best_last_and_hpc_checkpoints_hold_the_state(run_ranks: Any, tmp_path: Path) -> None:
     for rank in run_ranks(_named_paths, str(tmp_path)):
         assert rank["best"] == SAVED_AT
         # saved by the fit that resumed from "best"
@@ -100,7 +100,7 @@ def test_state_is_saved_once_and_in_full_checkpoints_only(run_ranks: Any, tmp_pa
         and payload["residual_ranks"] == [0, 1]
     )
     entry = payload["parameters"]["net.2.weight"]
-    assert [each.shape for each in entry["residual"]] == [(32, 32), (32, 32)]
+    assert [residual.shape for residual in entry["residual"]] == [(32, 32), (32, 32)]
     assert not torch.equal(*entry["residual"])
     assert "residual" not in str(full.keys()) + str(
         full["callbacks"].keys()
@@ -128,7 +128,7 @@ def _saves(root: str, **options: Any) -> Any:
         ),
     ],
 )
-def test_settings_on_strategy_or_callback(
+def test_settings_may_be_on_strategy_or_callback(
     run_ranks: Any,
     tmp_path: Path,
     on_strategy: dict[str, Any],
@@ -165,14 +165,14 @@ def test_settings_on_strategy_or_callback(
         ),
     ],
 )
-def test_contradicting_settings(
+def test_contradicting_settings_are_refused(
     run_ranks: Any, tmp_path: Path, on_strategy: dict[str, Any], callbacks: Any, text: str
 ) -> None:
     with pytest.raises(RanksFailed, match=text):
         run_ranks(_saves, str(tmp_path), callbacks=callbacks, **on_strategy)
 
 
-def test_wrong_settings_of_the_callback() -> None:
+def test_wrong_settings_of_the_callback_are_refused() -> None:
     with pytest.raises(
         HookConfigError, match="save_residual='men'; expected one of 'mean'.* .did you mean 'mean'"
     ):

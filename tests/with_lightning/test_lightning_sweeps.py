@@ -31,8 +31,8 @@ class Works(pl.Callback):
     """Weak references to the buffers that the hook works with."""
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        known = session_of(trainer.strategy.comm_hook).consensus.buckets
-        self.refs = [weakref.ref(each.work) for each in known if each.work is not None]
+        buckets = session_of(trainer.strategy.comm_hook).consensus.buckets
+        self.refs = [weakref.ref(bucket.work) for bucket in buckets if bucket.work is not None]
 
 
 def _fit(root: str) -> pl.Trainer:
@@ -92,6 +92,6 @@ def _fabric(root: str) -> list[int]:
     return threads
 
 
-def test_a_sweep_with_fabric(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_sweep_with_fabric_leaves_nothing_behind(run_ranks: Any, tmp_path: Path) -> None:
     for threads in run_ranks(_fabric, str(tmp_path)):
         assert_nothing_piles_up(threads)

@@ -45,7 +45,7 @@ def _one_after_another(t: pl.Trainer, model: Model) -> None:
     t.fit_loop.max_epochs = 3
     t.fit(model, data(), data())
     assert first is None or t.strategy.comm_hook is not first
-    ours = [each for each in t.callbacks if type(each).__name__ == "CommHookRoundEnd"]
+    ours = [callback for callback in t.callbacks if type(callback).__name__ == "CommHookRoundEnd"]
     assert len(ours) == isinstance(t.strategy, CommHookDDP)
 
 
@@ -72,7 +72,8 @@ def _three_strategies(root: str, case: str) -> dict[str, Any]:
         "allreduce": strategy(hook="allreduce"),
         "powerSGD": strategy(),
     }.items():
-        t, model = trainer(root, strategy=chosen, **{"max_epochs": 2} | options), make()
+        t = trainer(root, strategy=chosen, **{"max_epochs": 2} | options)
+        model = make()
         run(t, model)
         out[name] = weights(model)
         if name != "ddp":
@@ -81,7 +82,7 @@ def _three_strategies(root: str, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trains_as_with_ddp_strategy(run_ranks: Any, tmp_path: Path, case: str) -> None:
+def test_a_fit_trains_as_with_ddp_strategy(run_ranks: Any, tmp_path: Path, case: str) -> None:
     ranks = run_ranks(_three_strategies, str(tmp_path), case, timeout_s=100)
     for name in ("ddp", "allreduce", "powerSGD"):
         assert_equal(ranks[0][name], ranks[1][name])
@@ -118,7 +119,8 @@ def _grad_scaler(root: str) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     # `Trainer(precision="16-mixed")` becomes bf16-mixed on the CPU; given as a plugin it stays.
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    model, t = _Overflow(), trainer(root, max_epochs=3, strategy=strategy(), plugins=[plugin])
+    model = _Overflow()
+    t = trainer(root, max_epochs=3, strategy=strategy(), plugins=[plugin])
     t.fit(model, data())
     hook = t.strategy.comm_hook
     return {
@@ -161,12 +163,10 @@ class _SkipNonfinite(pl.Callback):  # of docs/ddp.md
 def _one_nan(root: str) -> dict[str, Any]:
     def run(**options: Any) -> dict[str, Any]:
         with support.caught_warnings() as texts:
-            t, model = (
-                trainer(root, strategy=strategy(hook="int8"), max_epochs=1, **options),
-                _NaN(),
-            )
+            t = trainer(root, strategy=strategy(hook="int8"), max_epochs=1, **options)
+            model = _NaN()
             t.fit(model, data())
-        finite = all(bool(each.isfinite().all()) for each in model.parameters())
+        finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
         return {
             "finite": finite,
             "lines": [text for text in texts if "are not finite on rank 1 (" in text],
@@ -180,7 +180,7 @@ def test_a_nan_on_one_rank_is_named_and_a_callback_skips_the_step(
 ) -> None:
     for rank, result in enumerate(run_ranks(_one_nan, str(tmp_path))):
         assert not result["ruined"]["finite"] and result["skipped"]["finite"]
-        assert [len(each["lines"]) for each in result.values()] == [1 - rank, 1 - rank]
+        assert [len(outcome["lines"]) for outcome in result.values()] == [1 - rank, 1 - rank]
 
 
 class _Stop(pl.Callback):
@@ -217,7 +217,7 @@ def _started(
         "warnings": [
             text
             for text in texts
-            if any(each in text for each in ("has no effect", "compressed nothing"))
+            if any(part in text for part in ("has no effect", "compressed nothing"))
         ],
     }
 
@@ -227,7 +227,7 @@ FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
 
 
 @pytest.mark.parametrize(
-    ("given", "start", "steps", "warned"),
+    ("arguments", "start", "steps", "warned"),
     [
         ({}, 1, 8, None),  # 10 % of the run
         ({"start": 0.5, "accumulate_grad_batches": 2}, 2, 4, None),
@@ -250,20 +250,20 @@ FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
             {"start": 8, "callbacks": [FINDER]},
             8,
             8,
-            "begins at step 8, but this training ends at step 8,",
+            "begins at step 8, but this run ends at step 8,",
         ),
         ({"start": 7, "callbacks": [FINDER]}, 7, 8, None),
     ],
 )
-def test_start_step(
+def test_compression_begins_at_the_start_step(
     run_ranks: Any,
     tmp_path: Path,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     start: int,
     steps: int,
     warned: str | None,
 ) -> None:
-    for rank, result in enumerate(run_ranks(_started, str(tmp_path), **given)):
+    for rank, result in enumerate(run_ranks(_started, str(tmp_path), **arguments)):
         assert (result["start"], result["steps"]) == (start, steps)
         if warned is None or rank != 0:
             assert result["warnings"] == []
@@ -279,10 +279,8 @@ class _Interrupted(Model):
 
 
 def _interrupted(root: str) -> list[str]:
-    t, handler = (
-        trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7))),
-        signal.getsignal(signal.SIGINT),
-    )
+    t = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=7)))
+    handler = signal.getsignal(signal.SIGINT)
     with support.caught_warnings() as texts:
         with pytest.raises(SystemExit):  # by Lightning
             t.fit(_Interrupted(), data())
@@ -295,10 +293,8 @@ def test_no_warning_after_an_interruption(run_ranks: Any, tmp_path: Path) -> Non
 
 
 def _second_fit(root: str, start: float) -> dict[str, Any]:
-    t, model = (
-        trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1),
-        Model(),
-    )
+    t = trainer(root, strategy=strategy(hook=PowerSGD(start_powerSGD_iter=start)), max_epochs=1)
+    model = Model()
     t.fit(model, data())
     t.fit_loop.max_epochs = 3
     with support.caught_warnings() as texts:
@@ -307,7 +303,7 @@ def _second_fit(root: str, start: float) -> dict[str, Any]:
     warned = [
         text
         for text in texts
-        if any(each in text for each in ("has no effect", "compressed nothing"))
+        if any(part in text for part in ("has no effect", "compressed nothing"))
     ]
     return {"start": hook.options["start_powerSGD_iter"], "stats": hook.stats(), "warnings": warned}
 
@@ -317,20 +313,20 @@ def test_a_second_fit_counts_its_own_steps(run_ranks: Any, tmp_path: Path) -> No
         assert rank["start"] == 4  # half of the 8 steps that are left of 12
         assert rank["stats"]["compressed_steps"] == 4
     (warning,) = run_ranks(_second_fit, str(tmp_path), 9)[0]["warnings"]
-    assert "begins at step 9, but this training ends at step 8," in warning
+    assert "begins at step 9, but this run ends at step 8," in warning
 
 
 @pytest.mark.parametrize(
-    "given", [{"loader": _endless}, {"make": support.ManualModel, "max_steps": 8}]
+    "arguments", [{"loader": _endless}, {"make": support.ManualModel, "max_steps": 8}]
 )
 def test_a_fraction_of_an_unknown_length_is_an_error(
-    run_ranks: Any, tmp_path: Path, given: dict[str, Any]
+    run_ranks: Any, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(
         AssertionError,
         match="start_powerSGD_iter=0.5 is a fraction of the run, whose length the Trainer",
     ):
-        run_ranks(_started, str(tmp_path), start=0.5, **given)
+        run_ranks(_started, str(tmp_path), start=0.5, **arguments)
 
 
 class _Finetuned(Model):
@@ -366,7 +362,8 @@ def test_parameters_unfrozen_after_the_wrap_are_named_once(run_ranks: Any, tmp_p
     )
     assert not [text for text in second["whole"]["warnings"] if "backbone" in text]
     # What the warning says is so: DDP averages the rest and not the backbone.
-    one, other = first["whole"]["final"], second["whole"]["final"]
+    one = first["whole"]["final"]
+    other = second["whole"]["final"]
     for name in one:
         assert torch.equal(one[name], other[name]) == (not name.startswith("backbone.")), name
     # The checkpoint is of the parameters that DDP reduces, then as now: it loads without a word,

@@ -92,18 +92,17 @@ def fit(
     **options: Any,
 ) -> dict[str, Any]:
     """Two epochs of four steps with two loggers, and what this rank wrote into them."""
-    truth, recorders = Truth(), [Recorder(), Recorder()]
+    truth = Truth()
+    recorders = [Recorder(), Recorder()]
     watched = [truth] if "strategy" not in options else []
     options = {"max_epochs": 2, "log_every_n_steps": 2, "strategy": strategy()} | options
-    t, model = (
-        trainer(root, callbacks=[*filter(None, [monitor]), *watched], **options),
-        model or LoggingModel(),
-    )
+    t = trainer(root, callbacks=[*filter(None, [monitor]), *watched], **options)
+    model = model or LoggingModel()
     if log:
         t.loggers = recorders  # type: ignore[assignment]
     with support.caught_warnings() as texts:
-        for each in range(fits):
-            t.fit_loop.max_epochs = 2 * (each + 1)
+        for fit in range(fits):
+            t.fit_loop.max_epochs = 2 * (fit + 1)
             t.fit(model, data())
     assert recorders[0].values == recorders[1].values
     hook = getattr(t.strategy, "comm_hook", None)
@@ -212,7 +211,9 @@ def test_the_progress_bar_shows_one_value(ranks: list[dict[str, Any]]) -> None:
         ("fit twice", [3, 7, 11, 15]),
     ],
 )
-def test_once_every_n_steps(ranks: list[dict[str, Any]], case: str, steps: list[int]) -> None:
+def test_values_are_logged_once_every_n_steps(
+    ranks: list[dict[str, Any]], case: str, steps: list[int]
+) -> None:
     values = ranks[0][case]["logged"]
     ours = {name for name in values if name.startswith("commhooks/")}
     assert {name: list(values[name]) for name in ours - RESIDUALS} == dict.fromkeys(
@@ -257,11 +258,13 @@ def test_another_strategy_is_warned_about_once(ranks: list[dict[str, Any]]) -> N
 
 def without_fit(root: str) -> tuple[list[str], set[str]]:
     """`validate` and `test` before and without a fit."""
-    monitor, recorder, model = CommHookMonitor(1), Recorder(), LoggingModel()
+    monitor = CommHookMonitor(1)
+    recorder = Recorder()
+    model = LoggingModel()
     model.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
     with support.caught_warnings() as texts:
-        for each in (strategy(), DDPStrategy()):
-            t = trainer(root, callbacks=[monitor], strategy=each)
+        for with_strategy in (strategy(), DDPStrategy()):
+            t = trainer(root, callbacks=[monitor], strategy=with_strategy)
             t.loggers = [recorder]
             t.validate(model, data(), verbose=False)
             recorder.values.pop("val_loss")
@@ -269,7 +272,7 @@ def without_fit(root: str) -> tuple[list[str], set[str]]:
     return [text for text in texts if "CommHookMonitor" in text], set(recorder.values) - {"epoch"}
 
 
-def test_validate_and_test_only(run_ranks: Any, tmp_path: Path) -> None:
+def test_nothing_is_logged_in_validate_and_test(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(without_fit, str(tmp_path)) == [([], set())] * 2
 
 
@@ -289,6 +292,6 @@ def test_it_is_pickled_with_the_trainer() -> None:
         ),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(HookConfigError, match=text):
         CommHookMonitor(**arguments)

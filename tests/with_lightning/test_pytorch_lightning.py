@@ -92,7 +92,9 @@ def _saved_and_resumed(root: str) -> dict[str, Any]:
         "residuals": sum(entry["residual"] is not None for entry in saved["parameters"].values()),
         "warnings": [text for text in texts if "commhooks" in text],
         "callbacks": [
-            type(each).__module__ for each in trainer.callbacks if "CommHook" in type(each).__name__
+            type(callback).__module__
+            for callback in trainer.callbacks
+            if "CommHook" in type(callback).__name__
         ],
     }
 
@@ -109,11 +111,11 @@ def test_a_resumed_fit_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def _by_name(root: str) -> dict[str, Any]:
-    trainer, found = _fit(root, strategy="ddp_powersgd", max_epochs=1)
+    trainer, trained = _fit(root, strategy="ddp_powersgd", max_epochs=1)
     return {
         "type": type(trainer.strategy).__module__,
         "stats": trainer.strategy.comm_hook.stats(),
-        "weights": found,
+        "weights": trained,
     }
 
 
@@ -242,8 +244,8 @@ def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path) -> None:
     config = support.cli_config(
         tmp_path / "c.yaml", "pytorch_lightning.CommHookDDP", epochs=1, hook=hook, bucket_cap_mb=1
     )
-    for found in run_ranks(_cli, config, str(tmp_path)):
-        assert found["matrix_approximation_rank"] == 3
+    for options in run_ranks(_cli, config, str(tmp_path)):
+        assert options["matrix_approximation_rank"] == 3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ assert not [each for each in sys.meta_path if "commhooks" in type(each).__module
 
 
 @pytest.mark.parametrize(
-    ("code", "found"),
+    ("code", "expected"),
     [
         (
             "import lightning.pytorch; from lightning_commhooks import CommHookDDP",
@@ -301,10 +303,10 @@ assert not [each for each in sys.meta_path if "commhooks" in type(each).__module
     ],
 )
 def test_names_are_registered_with_what_is_imported_or_else_with_both(
-    tmp_path: Path, code: str, found: list[str]
+    tmp_path: Path, code: str, expected: list[str]
 ) -> None:
     _packages(tmp_path)
-    assert _imported(tmp_path, code) == found
+    assert _imported(tmp_path, code) == expected
 
 
 @pytest.mark.parametrize(

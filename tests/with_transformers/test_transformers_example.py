@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="transformers needs Python 3.11 or ne
 
 import clean_env  # noqa: E402
 
-from commhooks.checkpoint.payload import save_id  # noqa: E402
+from commhooks.checkpoint.parts import save_id  # noqa: E402
 from tests.support.transformers_runs import FILES  # noqa: E402
 
 LAUNCH_LIMIT_S = 150
@@ -62,7 +62,7 @@ def test_example_goes_on_bit_equal(tmp_path: Path) -> None:
     _train(again)
     results = [json.loads((folder / "result.json").read_text()) for folder in (through, again)]
     assert results[0]["test_loss"] == results[1]["test_loss"] < 5.545
-    assert [each["stats"]["step"] for each in results] == [4, 4]
+    assert [result["stats"]["step"] for result in results] == [4, 4]
     assert results[1]["stats"]["compressed_steps"] == 2 < results[0]["stats"]["compressed_steps"]
     whole, resumed = (folder / "final" / "model.safetensors" for folder in (through, again))
     assert whole.read_bytes() == resumed.read_bytes()

@@ -25,7 +25,9 @@ class Preempted(TrainerCallback):
         self.step = step
         callbacks = trainer.callback_handler.callbacks
         [self.manager] = [
-            each.jit_manager for each in callbacks if isinstance(each, JITCheckpointCallback)
+            callback.jit_manager
+            for callback in callbacks
+            if isinstance(callback, JITCheckpointCallback)
         ]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

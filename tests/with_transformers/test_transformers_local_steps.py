@@ -51,7 +51,7 @@ class _Looks(TrainerCallback):
 
     def look(self, name: str) -> None:
         self.seen[name] = {
-            key: each.clone() for key, each in self.trainer.model.state_dict().items()
+            key: tensor.clone() for key, tensor in self.trainer.model.state_dict().items()
         }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -67,8 +67,10 @@ class _Looks(TrainerCallback):
 
 @launched
 def _looked_at(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    trainer, looks = make_trainer(folder, hook=HOOK, save_only_model=True, save_steps=8), _Looks()
-    looks.trainer, trainer.eval_dataset = trainer, trainer.train_dataset
+    trainer = make_trainer(folder, hook=HOOK, save_only_model=True, save_steps=8)
+    looks = _Looks()
+    looks.trainer = trainer
+    trainer.eval_dataset = trainer.train_dataset
     trainer.add_callback(looks)
     loop = trainer.evaluation_loop
 

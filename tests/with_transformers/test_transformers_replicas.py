@@ -58,10 +58,10 @@ def _trained(folder: str) -> dict[str, Any]:
         through.train()
         again = _trainer(f"{folder}/resumed", hook=WRONG, seed=99)
         again.train(resume_from_checkpoint=f"{folder}/through/checkpoint-{SAVE_AT}")
-        found: dict[str, Any] = {"through": _outcome(through), "again": _outcome(again)}
+        results: dict[str, Any] = {"through": _outcome(through), "again": _outcome(again)}
     again.args.max_steps = 1
     again.train()  # once more, with a hook that has learned nothing
-    return found | {"anew": again.comm_hook.stats()["step"], "warnings": texts}
+    return results | {"anew": again.comm_hook.stats()["step"], "warnings": texts}
 
 
 @trainer_resumes_on_cpu

@@ -31,7 +31,7 @@ from tests.support.training import flat  # noqa: E402
 from tests.support.transformers_runs import FILES, make_trainer  # noqa: E402
 
 
-def test_ddp_arguments_and_a_handler_of_the_users(run_ranks: Any, tmp_path: Path) -> None:
+def test_ddp_arguments_and_a_users_handler_are_used(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_ddp_arguments, tmp_path)
 
 
@@ -45,7 +45,7 @@ DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 9}}
         (
             LATE,
             (
-                "hook 'powerSGD' begins at step 8, but this training ends at step 4, so that it has"
+                "hook 'powerSGD' begins at step 8, but this run ends at step 4, so that it has"
                 " no effect. Set "
             ),
         ),
@@ -57,7 +57,7 @@ DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 9}}
     ],
     ids=["late", "late in a longer run", "diloco"],
 )
-def test_a_hook_that_does_nothing(
+def test_a_hook_that_does_nothing_is_told(
     run_ranks: Any, tmp_path: Path, hook: dict[str, Any], warned: str | None
 ) -> None:
     (lines, norm), (others, _) = run_ranks(_short, tmp_path, hook)
@@ -80,9 +80,11 @@ def _short(folder: Path, hook: dict[str, Any]) -> tuple[list[str], float | None]
 
 @launched
 def _ddp_arguments(folder: Path) -> None:
-    given = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    of_ddp = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
     handler = CommHookKwargs(hook="powerSGD", hook_options=OPTIONS, gradient_as_bucket_view=True)
-    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=4, save_strategy="no", **given)
+    trainer = make_trainer(
+        folder, hook={"hook": handler}, max_steps=4, save_strategy="no", **of_ddp
+    )
     trainer.train()
     ddp = trainer.model_wrapped
     assert ddp.find_unused_parameters is False and ddp.broadcast_buffers is False
@@ -92,12 +94,10 @@ def _ddp_arguments(folder: Path) -> None:
 
     # A second run with the same handler begins with what the user has given it, and each Trainer
     # has its own hook.
-    first, trainer = (
-        trainer,
-        make_trainer(folder, hook={"hook": handler}, max_steps=2, save_strategy="no"),
-    )
+    first = trainer
+    trainer = make_trainer(folder, hook={"hook": handler}, max_steps=2, save_strategy="no")
     trainer.train()
-    assert [each.comm_hook.stats()["step"] for each in (first, trainer)] == [4, 2]
+    assert [trained.comm_hook.stats()["step"] for trained in (first, trainer)] == [4, 2]
     trainer = make_trainer(
         folder, hook={"hook": handler}, max_steps=20, save_strategy="no", ddp_bucket_cap_mb=0.01
     )
@@ -145,7 +145,7 @@ def _ddp_arguments(folder: Path) -> None:
     )
 
 
-def test_settings_from_outside(run_ranks: Any, tmp_path: Path) -> None:
+def test_settings_from_outside_are_used(run_ranks: Any, tmp_path: Path) -> None:
     """A fraction in the file is one of the Trainer's steps too, as the file does not say of how
     many.
     """
@@ -167,13 +167,13 @@ def _outside(folder: Path, path: Path) -> tuple[int, bool]:
     )
 
 
-def test_no_hook(run_ranks: Any, tmp_path: Path) -> None:
+def test_without_a_hook_it_trains_as_the_stock_trainer(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(_no_hook, tmp_path)
 
 
 @launched
 def _no_hook(folder: Path) -> None:
-    found = []
+    results = []
     # whose checkpoint the last one saves over
     make_trainer(folder / "none", max_steps=4, save_steps=4).train()
     assert hook_files(folder / "none" / "checkpoint-4") != []
@@ -185,8 +185,8 @@ def _no_hook(folder: Path) -> None:
             trainer = make_trainer(folder / name, cls, hook=hook, max_steps=4, save_steps=4)
             trainer.train()
         assert texts == [] and hook_files(folder / name / "checkpoint-4") == []
-        found.append(flat(trainer.model.parameters()))
-    assert torch.equal(*found) and trainer.comm_hook is None
+        results.append(flat(trainer.model.parameters()))
+    assert torch.equal(*results) and trainer.comm_hook is None
 
 
 def _own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -44,7 +44,7 @@ def _resume(run_ranks: Any, checkpoint: Path, **kwargs: Any) -> list[dict[str, A
 
 
 @trainer_resumes_on_cpu
-def test_resume_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_resume_is_bit_equal(run_ranks: Any, tmp_path: Path) -> None:
     through = run_ranks(_run, tmp_path)
     middle, end = tmp_path / "checkpoint-4", tmp_path / "checkpoint-8"
     for folder in (middle, end):
@@ -86,7 +86,7 @@ def test_without_the_hooks_files_the_resumed_run_differs(run_ranks: Any, tmp_pat
         "holds no state of a communication hook (comm_hook.pt)" in no_state
         and "compressed nothing" in unused
     )
-    assert [each["step"] for each in resumed[0]["seen"]] == [0]
+    assert [row["step"] for row in resumed[0]["seen"]] == [0]
     assert hook_files(tmp_path / "resumed" / "checkpoint-8") == []
 
 

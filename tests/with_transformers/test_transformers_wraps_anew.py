@@ -42,8 +42,8 @@ def test_a_second_train_is_fresh_unless_it_resumes(run_ranks: Any, tmp_path: Pat
         assert (fresh["step"], fresh_too["step"], loaded["step"]) == (0, 0, 4)
         assert fresh["residuals"] == fresh_too["residuals"] == {} and loaded["residuals"] != {}
         # A quarter of 2 epochs, a quarter of 3; then the saved number wins.
-        assert [each["start"] for each in third["seen"]] == [2, 3, 2]
-        assert [each["hooks"] for each in third["seen"]] == [1, 1, 1]
+        assert [row["start"] for row in third["seen"]] == [2, 3, 2]
+        assert [row["hooks"] for row in third["seen"]] == [1, 1, 1]
         assert_equal(first, third)
 
 
@@ -61,7 +61,8 @@ def _train_three_times(folder: Path) -> list[dict[str, Any]]:
     with pytest.raises(commhooks.HookRunError, match=r"after close\(\) of this hook"):
         trainer.model_wrapped(**trainer.data_collator([trainer.train_dataset[0]])).loss.backward()
     trainer.evaluate(trainer.train_dataset)
-    trainer.args.num_train_epochs, trainer.args.output_dir = 3, str(folder / "second")
+    trainer.args.num_train_epochs = 3
+    trainer.args.output_dir = str(folder / "second")
     trainer.train()
     results.append(outcome(trainer))
     trainer.args.num_train_epochs = 2
@@ -73,7 +74,7 @@ def test_hyperparameter_search_keeps_the_hook(run_ranks: Any, tmp_path: Path) ->
     for results in run_ranks(_two_trials, tmp_path):
         for result in results:
             assert result["stats"]["step"] == 4 and result["stats"]["compressed_steps"] == 1
-        assert [each["step"] for each in results[1]["seen"]] == [0, 0]
+        assert [row["step"] for row in results[1]["seen"]] == [0, 0]
         assert not torch.equal(results[0]["weights"], results[1]["weights"])
     for run in ("run-0", "run-1"):
         assert hook_files(tmp_path / run / "checkpoint-4") == FILES
@@ -113,7 +114,7 @@ def test_auto_find_batch_size_starts_fresh_in_a_users_trainer(
 ) -> None:
     for result in run_ranks(_auto_find_batch_size, tmp_path):
         assert result["attempts"] == [4, 3]
-        assert [each["step"] for each in result["seen"]] == [0, 0]
+        assert [row["step"] for row in result["seen"]] == [0, 0]
         assert result["seen"][1]["residuals"] == {} and result["seen"][1]["hooks"] == 1
         assert result["stats"]["step"] == result["stats"]["backward_passes"] == EPOCH
         assert torch.equal(result["weights"], result["first"])
@@ -162,10 +163,10 @@ def _auto_find_batch_size(folder: Path) -> dict[str, Any]:
 def test_a_trainer_does_not_wait_for_the_garbage_collector(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = CommHookTrainer(make_model(width=16), args, hook="powerSGD")
-    gone = [weakref.ref(each) for each in (trainer, trainer.model)]
+    gone = [weakref.ref(thing) for thing in (trainer, trainer.model)]
     gc.disable()
     try:
         del trainer
-        assert not any(each() for each in gone)
+        assert not any(reference() for reference in gone)
     finally:
         gc.enable()

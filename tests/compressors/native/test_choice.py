@@ -1,6 +1,4 @@
-"""The native library if all ranks have the same build of it, else torch, and a line that says
-why.
-"""
+"""Ranks use the native library if all have the same build, else torch, and a line says why."""
 
 import platform
 import re
@@ -64,10 +62,8 @@ def _trained(hook: str) -> tuple[Any, ...]:
 
 
 def _on_machines(machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ...]]]:
-    """By hook, a run in which some ranks have no compiler, have another kind of processor, or have
-    the library switched off; and one with torch on all ranks.
-    """
-    found = {}
+    """Run each hook where some ranks lack the library, and once with torch on all ranks."""
+    outcomes = {}
     with ExitStack() as stack:
         if dist.get_rank() in machines.get("broken", []):
             stack.enter_context(another_library(compiler="/bin/false"))
@@ -78,11 +74,11 @@ def _on_machines(machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ..
             with computing_with("torch" if off else "native"):
                 mixed = _trained(hook)
             with computing_with("torch"):
-                found[hook] = [mixed, _trained(hook)]
-    return found
+                outcomes[hook] = [mixed, _trained(hook)]
+    return outcomes
 
 
-SAID = {
+REASONS = {
     "alike": ({}, ""),
     "one without a compiler": (
         {"broken": [1]},
@@ -105,17 +101,17 @@ SAID = {
 
 @needs_compiler
 @joins_operations
-@pytest.mark.parametrize("machines", SAID)
+@pytest.mark.parametrize("machines", REASONS)
 def test_all_ranks_compute_with_the_same(run_ranks: Any, machines: str) -> None:
-    given, said = SAID[machines]
-    with another_library(*OTHER_BUILD) if "other" in given else nullcontext():
+    arranged, reason = REASONS[machines]
+    with another_library(*OTHER_BUILD) if "other" in arranged else nullcontext():
         library.load()  # here, because the other ranks wait for 30 s only
-    ranks = run_ranks(_on_machines, given)
+    ranks = run_ranks(_on_machines, arranged)
     for hook in ranks[0]:
         quantised = hook.startswith("int")
         # int8 and int4 have the same bits on every kind
-        native = not given or (quantised and "other" in given)
-        line = "" if native else said
+        native = not arranged or (quantised and "other" in arranged)
+        line = "" if native else reason
         (kernel, gradients, lines), (torch_alone, expected, _) = ranks[0][hook]
         assert (kernel, torch_alone) == ("native" if native else "torch", "torch")
         for mixed, alone in (rank[hook] for rank in ranks):
@@ -125,16 +121,16 @@ def test_all_ranks_compute_with_the_same(run_ranks: Any, machines: str) -> None:
                 and same_bits(alone[1], expected)
             )
         assert same_bits(gradients, expected) or (native and not quantised)
-        assert not [each for each in ranks[1][hook][0][2] if "native" in each], (
+        assert not [line for line in ranks[1][hook][0][2] if "native" in line], (
             "only rank 0 says it"
         )
-        named = [each for each in lines if "native" in each]
+        named = [line for line in lines if "native" in line]
         if line:
             assert len(named) == 1 and re.search(
                 f"computes with the kernel 'torch' on all ranks. .*{line}", named[0]
             )
         else:
-            assert ["; native kernel): " in each for each in named] == [True] * (
+            assert ["; native kernel): " in line for line in named] == [True] * (
                 native and "bare" not in hook
             )
 
@@ -185,4 +181,4 @@ def test_simulated_ranks_use_the_kernel_of_this_machine() -> None:
     made: list[PowerSGDCompressor] = []
     with another_library(compiler="/bin/false"):
         SimulatedRanks(compressor, 2, {"w": torch.empty(20, 30)})
-    assert [each.native for each in made] == [False] * 2
+    assert [kernel.native for kernel in made] == [False] * 2

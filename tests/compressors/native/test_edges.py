@@ -1,6 +1,4 @@
-"""The C kernels read and write nothing beyond what they are given: every tensor lies beside memory
-that ends a process that touches it.
-"""
+"""The C kernels read and write nothing beyond what they are given: guard pages end the process."""
 
 import ctypes
 import functools
@@ -39,7 +37,8 @@ def _protect() -> Any:
 
 def guarded(values: torch.Tensor, *, at_end: bool) -> torch.Tensor:
     """A copy of `values` that touches the end, or the beginning, of the memory that may be used."""
-    size, page = values.numel() * values.itemsize, mmap.PAGESIZE
+    size = values.numel() * values.itemsize
+    page = mmap.PAGESIZE
     middle = -(-size // page) * page
     memory = mmap.mmap(-1, middle + 2 * page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -51,9 +50,7 @@ def guarded(values: torch.Tensor, *, at_end: bool) -> torch.Tensor:
 
 
 class Guarded(TorchDispatchMode):
-    """In the body every new tensor is `guarded`, those of the workspaces and of the tables of
-    pointers, too.
-    """
+    """In the body every new tensor is `guarded`, also those of workspaces and tables."""
 
     def __init__(self, *, at_end: bool) -> None:
         super().__init__()
@@ -74,7 +71,7 @@ class Guarded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_new = isinstance(result, torch.Tensor) and all(
-            each.alias_info is None for each in func._schema.returns
+            returned.alias_info is None for returned in func._schema.returns
         )
         return (
             guarded(result, at_end=self._at_end)
@@ -141,21 +138,18 @@ def _blocks() -> int:
     for dtype, at_end, numel, code in itertools.product(
         DTYPES, (False, True), (*LENGTHS, 1003), codes_of
     ):
-        blocks, most = code.blocks_of(numel), code.largest_scale(torch.finfo(dtype).max, dtype)
+        blocks = code.blocks_of(numel)
+        most = code.largest_scale(torch.finfo(dtype).max, dtype)
         size = blocks * code.block_bytes
         with Guarded(at_end=at_end):
-            bucket, residual = (
-                _numbers(numel, dtype=dtype).clone(),
-                _numbers(numel, dtype=dtype).clone(),
-            )
+            bucket = _numbers(numel, dtype=dtype).clone()
+            residual = _numbers(numel, dtype=dtype).clone()
             codes, scales = torch.zeros(size, dtype=torch.uint8), torch.zeros(blocks, dtype=dtype)
-            arrived, arrived_scales = (
-                torch.zeros(2, size, dtype=torch.uint8),
-                torch.ones(2, size).to(dtype),
-            )
+            arrived = torch.zeros(2, size, dtype=torch.uint8)
+            arrived_scales = torch.ones(2, size).to(dtype)
             places = [
-                address(each, each.dtype, each.numel())
-                for each in (bucket, residual, codes, scales)
+                address(tensor, tensor.dtype, tensor.numel())
+                for tensor in (bucket, residual, codes, scales)
             ]
             places += [
                 address(arrived, torch.uint8, 2 * size),
@@ -175,8 +169,7 @@ def test_nothing_beyond_the_edges_is_touched(run_ranks: Any, work: Any) -> None:
     assert calls > 500
 
 
-# ---- whole steps, with the tables of pointers that the hooks make
-# ----------------------------------------------------
+# ---- whole steps, with the tables of pointers that the hooks make --------------------------------
 
 SHAPES = {
     "a": (7, 33),
@@ -211,7 +204,7 @@ def _steps(name: str, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]
         world_size,
         {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()},
     )
-    found = []
+    results = []
     for step in range(4):
         buckets = []
         for rank in range(world_size):
@@ -221,12 +214,12 @@ def _steps(name: str, dtype: torch.dtype, world_size: int) -> list[torch.Tensor]
             bucket[3] = float("nan") if (rank, step) == (0, 2) else bucket[3]
             buckets.append(bucket)
         assert ranks.step(buckets) == (step != 2)
-        found += [bucket.nan_to_num() for bucket in buckets]
-    return found + [
-        each
+        results += [bucket.nan_to_num() for bucket in buckets]
+    return results + [
+        residual
         for state in ranks.states
         for entries in state.entries.values()
-        for each in entries.values()
+        for residual in entries.values()
     ]
 
 
@@ -237,12 +230,12 @@ def _guarded_steps(name: str) -> int:
             expected = _steps(name, dtype, world_size)
             for at_end in (False, True):
                 with Guarded(at_end=at_end):
-                    found = _steps(name, dtype, world_size)
-                assert len(found) == len(expected) and all(map(same_bits, found, expected)), (
+                    results = _steps(name, dtype, world_size)
+                assert len(results) == len(expected) and all(map(same_bits, results, expected)), (
                     dtype,
                     world_size,
                 )
-                compared += len(found)
+                compared += len(results)
     return compared
 
 

@@ -1,6 +1,4 @@
-"""The native library and the machine: it is compiled once and kept, and an error says why there is
-none.
-"""
+"""The native library is compiled once and kept, and an error says why there is none."""
 
 import itertools
 import os
@@ -28,13 +26,11 @@ def fresh_load(
     """Loads the library as a process that has not done so yet, with functions that do nothing:
     quickly compiled.
     """
-    folder, macros = (
-        tmp_path_factory.mktemp("sources"),
-        "#define JOIN(name, real) commhooks_##name##_##real\n",
-    )
+    folder = tmp_path_factory.mktemp("sources")
+    macros = "#define JOIN(name, real) commhooks_##name##_##real\n"
     macros += "#define FUNCTION(name, real) int JOIN(name, real)(void) { return 0; }\n"
     (folder / "all.c").write_text(
-        macros + "".join(f"FUNCTION({each}, REAL)\n" for each in library._FUNCTIONS)
+        macros + "".join(f"FUNCTION({function}, REAL)\n" for function in library._FUNCTIONS)
     )
     monkeypatch.setattr(library, "FOLDER", folder)
     monkeypatch.setattr(library, "SOURCES", {"all.c": ()})
@@ -57,7 +53,7 @@ def test_it_is_compiled_once_and_kept(fresh_load: Any, tmp_path: Path) -> None:
     (kept,) = (tmp_path / "commhooks").iterdir()
     made = kept.stat().st_mtime_ns
     assert _works(fresh_load(XDG_CACHE_HOME=str(tmp_path)))
-    assert [each.stat().st_mtime_ns for each in (tmp_path / "commhooks").iterdir()] == [made]
+    assert [file.stat().st_mtime_ns for file in (tmp_path / "commhooks").iterdir()] == [made]
     # dlopen does not look again at a path that it has loaded
     damaged = tmp_path / "damaged" / "commhooks" / kept.name
     damaged.parent.mkdir(parents=True)
@@ -68,7 +64,7 @@ def test_it_is_compiled_once_and_kept(fresh_load: Any, tmp_path: Path) -> None:
     )
 
 
-def test_without_a_compiler(
+def test_without_a_compiler_the_reason_is_given(
     fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -98,7 +94,7 @@ def _refuses(folder: Path) -> Any:
 
 
 @needs_compiler
-def test_a_cache_folder_where_nothing_may_run(
+def test_a_cache_folder_where_nothing_may_run_is_gone_around(
     fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(tmp_path))
@@ -106,7 +102,7 @@ def test_a_cache_folder_where_nothing_may_run(
 
 
 @needs_compiler
-def test_what_cannot_be_loaded_at_all(
+def test_a_library_that_cannot_be_loaded_is_explained(
     fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("commhooks.compressors.native.library.ctypes.CDLL", _refuses(Path("/")))
@@ -148,7 +144,7 @@ def test_nothing_is_left_where_there_is_no_cache_folder(
     assert _works(loaded)
 
 
-def test_a_compiler_that_hangs(
+def test_a_compiler_that_hangs_is_ended(
     fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "slow-cc"
@@ -159,8 +155,7 @@ def test_a_compiler_that_hangs(
         fresh_load(XDG_CACHE_HOME=str(tmp_path), CC=str(compiler))
 
 
-# ---- the sources
-# --------------------------------------------------------------------------------------------------
+# ---- the sources ---------------------------------------------------------------------------------
 
 # psabi: vectors in arguments, but of inlined functions only
 WARNINGS = (
@@ -170,12 +165,12 @@ WARNINGS = (
     "-Wno-psabi",
 )
 # gcc's optimiser warns of more than its parser; shorter vectors are other types in the same lines.
-FORMS = {"gcc": "-O2", "clang": "-fsyntax-only"}
+FORMS = {"gcc": "-O1", "clang": "-fsyntax-only"}
 SHORTER = {"float": "-mno-avx512f", "double": "-mno-avx"}
 
 
 @pytest.mark.parametrize("compiler", FORMS)
-def test_no_warning(compiler: str, tmp_path: Path) -> None:
+def test_the_sources_compile_without_a_warning(compiler: str, tmp_path: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
     for (source, flags), real in itertools.product(
@@ -193,9 +188,7 @@ def test_no_warning(compiler: str, tmp_path: Path) -> None:
 def test_stray_files_are_no_part_of_the_sources(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What editors and systems leave in the folder of one rank neither fails nor makes another
-    build of it.
-    """
+    """Files that editors and systems leave there neither fail nor make another build."""
     assert set(library.SOURCES) == {
         path.name for path in Path(commhooks.__file__).parent.rglob("*.c")
     }
@@ -223,8 +216,8 @@ def test_a_table_has_the_fields_of_its_struct(table: type[Table], struct: str) -
     declared = re.sub(r"/\*.*?\*/", "", text).replace("const ", "").split(";")[:-1]
     names = [
         name.strip(" *\n")
-        for each in declared
-        for name in each.strip().partition(" ")[2].split(",")
+        for line in declared
+        for name in line.strip().partition(" ")[2].split(",")
     ]
     assert tuple(names) == table.fields
 

@@ -1,6 +1,4 @@
-"""The native kernel in torch's threads: as many as torch uses, and not one bit depends on how many
-these are.
-"""
+"""The native kernel uses torch's number of threads, and no bit depends on it."""
 
 import ctypes
 import os
@@ -40,9 +38,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
-    """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads
-    have work.
-    """
+    """Compute all shapes from fixed numbers in one call, so that the threads have work."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
     products = NativeProducts(shapes, dtype)
@@ -58,7 +54,7 @@ def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
     products.unit_rows(mean_q, refill)
     products.form_p(delta, residual, 0.5)
     largest = products.largest.clone()
-    rows = [each.clone() for each in products.p]
+    rows = [row.clone() for row in products.p]
     products.orthonormalize(rows, refill)
     products.form_q(delta)
     products.reconstruct(range(len(shapes)), delta, residual, mean_q)
@@ -96,17 +92,18 @@ class _Team:
         self.asked.append(number)
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
         team = [threading.Thread(target=call, args=(argument,)) for _ in range(number)]
-        for each in team:
-            each.start()
-        for each in team:
-            each.join(timeout=60)
+        for thread in team:
+            thread.start()
+        for thread in team:
+            thread.join(timeout=60)
 
 
-def test_as_many_threads_as_torch_uses(
+def test_the_kernel_uses_as_many_threads_as_torch(
     threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads(1)
-    alone, team = _all_steps(torch.float32, 4), _Team()
+    alone = _all_steps(torch.float32, 4)
+    team = _Team()
     monkeypatch.setattr(kernel_tables, "_entry_point", lambda: team.address)
     assert _same(_all_steps(torch.float32, 4), alone) and team.asked == []
     threads(3)
@@ -120,7 +117,7 @@ def test_as_many_threads_as_torch_uses(
     assert _same(_all_steps(torch.float32, 4), alone) and kernel_tables.team(2**62)[1] == 1
 
 
-def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
+def test_several_threads_may_call_the_kernel_at_once(threads: Callable[[int], None]) -> None:
     threads(2)
     expected = {rank: _all_steps(torch.float32, rank) for rank in (2, 5)}
     wrong = []
@@ -132,11 +129,11 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
         )
 
     callers = [threading.Thread(target=work, args=(rank,)) for rank in (2, 5, 2)]
-    for each in callers:
-        each.start()
-    for each in callers:
-        each.join(timeout=120)
-    assert not wrong and not any(each.is_alive() for each in callers)
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(timeout=120)
+    assert not wrong and not any(thread.is_alive() for thread in callers)
 
 
 FORKED = """

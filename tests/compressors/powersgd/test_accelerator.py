@@ -1,6 +1,4 @@
-"""The exchange for accelerators, which works on stacks of matrices and never asks the device, run
-on CPU tensors.
-"""
+"""The exchange for accelerators works on stacks of matrices and never asks the device."""
 
 import copy
 import gc
@@ -48,22 +46,22 @@ def _options(rank: int, batch: bool, **more: Any) -> dict[str, Any]:
 
 
 def _variants(masked: bool, cases: list[Any]) -> list[list[Gradients]]:
-    found = []
+    outcomes = []
     for hook, dtype, wrapper, options in cases:
         with masks(masked):
             ddp = wrap(SHAPES, 0.001, dtype)
             attached = commhooks.attach(ddp, hook, hook_options=options, wrapper=wrapper)
-            found.append([])
+            outcomes.append([])
             for step in range(5):
                 gradients = random_gradients(SHAPES, dist.get_rank(), step, dtype)
                 if step == 3 and dist.get_rank() == 1:
                     gradients["wide"][0, 0] = float("inf")
-                found[-1].append(backward(ddp, gradients))
+                outcomes[-1].append(backward(ddp, gradients))
             assert (
                 attached.stats()["nonfinite_steps"] == 1
                 and attached.stats()["compressed_steps"] == 4
             )
-    return found
+    return outcomes
 
 
 def test_every_dtype_and_wire_gives_what_the_host_form_gives(run_ranks: Any) -> None:
@@ -85,7 +83,8 @@ def test_every_dtype_and_wire_gives_what_the_host_form_gives(run_ranks: Any) -> 
     cases += [
         ("batched_powerSGD", dtype, None, batched) for dtype in (torch.float32, torch.bfloat16)
     ]
-    host, masked = run_ranks(_variants, False, cases)[0], run_ranks(_variants, True, cases)
+    host = run_ranks(_variants, False, cases)[0]
+    masked = run_ranks(_variants, True, cases)
     for case, expected, *both in zip(cases, host, *masked, strict=True):
         assert all(map(bits_equal, *both))
         for step, (wanted, got) in enumerate(zip(expected, both[0], strict=True)):
@@ -106,7 +105,7 @@ def test_every_dtype_and_wire_gives_what_the_host_form_gives(run_ranks: Any) -> 
 
 @pytest.mark.parametrize("loss_scale", [None, lambda: torch.tensor(2.0)])
 @pytest.mark.parametrize("batch", [True, False])
-def test_kernels_per_shape_and_no_wait(batch: bool, loss_scale: Any) -> None:
+def test_operators_are_per_shape_and_nothing_is_waited_for(batch: bool, loss_scale: Any) -> None:
     few, many = (
         _kernels_of_a_step(
             mlp(16, layers, bias=False), "powerSGD", _options(2, batch), loss_scale=loss_scale
@@ -162,7 +161,9 @@ def _kernels_of_a_step(
 
 
 @pytest.mark.parametrize(("used", "rank", "batch"), [(3, 4, True), (5, 8, False)])
-def test_an_embedding_of_which_few_rows_are_used(used: int, rank: int, batch: bool) -> None:
+def test_an_embedding_of_which_few_rows_are_used_comes_through_unchanged(
+    used: int, rank: int, batch: bool
+) -> None:
     """Its gradient has a lower rank than PowerSGD, so that it comes through as it is."""
     shapes = {"embedding": (64, 32), "other": (64, 32)}
     with process_group_of_one(), masks():
@@ -202,7 +203,7 @@ def _resumed(batch: bool, residual: str) -> bool:
     return max(errors) < 1e-5
 
 
-def test_resume(run_ranks: Any) -> None:
+def test_a_resume_is_bit_equal(run_ranks: Any) -> None:
     assert run_ranks(_resumed, True, "mean") == [True, True]
 
 
@@ -224,9 +225,7 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_only_gradients_of_one_shape_are_copied(stacked: bool) -> None:
-    """A gradient that is alone in its shape needs no memory of its own: it is computed in the
-    bucket.
-    """
+    """A gradient that is alone in its shape needs no memory: it is computed in the bucket."""
     shapes = {"alone": (20, 30), "first": (20, 20), "second": (20, 20)}
     with process_group_of_one(), masks():
         ddp = wrap(shapes)
@@ -252,7 +251,7 @@ def test_no_exchange_outlives_its_pass() -> None:
         for step in range(3):
             backward(ddp, random_gradients(SHAPES, 0, step))
         gc.collect()
-        assert len(alive) == 3 and not any(each() for each in alive)
+        assert len(alive) == 3 and not any(reference() for reference in alive)
 
 
 @pytest.mark.parametrize("broken", [0.0, float("nan")])
@@ -271,7 +270,7 @@ def test_a_scale_of_zero_leaves_nothing_behind(broken: float) -> None:
         after = hook.state_dict()
         assert after["loss_scale"] == before["loss_scale"] == 1
         for name in COMPRESSED:
-            residuals = (each["parameters"][name]["residual"][0] for each in (before, after))
+            residuals = (saved["parameters"][name]["residual"][0] for saved in (before, after))
             assert torch.equal(*residuals), name
         scale.fill_(1)
         assert all(

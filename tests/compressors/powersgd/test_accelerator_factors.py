@@ -1,6 +1,4 @@
-"""Factors of all matrices at once, as on accelerators, where nothing is asked of the device: hard
-inputs, and different shapes in padded tensors.
-"""
+"""Factors of all matrices are computed at once, without asking the device, for hard inputs, too."""
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _supported(rank: int, columns: int, length: int) -> torch.Tensor:
-    """As of a gradient with fewer rows that are not zero than the rank: few tokens of an embedding,
-    dead units.
-    """
+    """Return rows of which fewer than the rank are not zero, as few tokens of an embedding give."""
     rows = torch.zeros(400, rank, length, dtype=torch.float64)
     rows[:, :, :columns] = _random(400, rank, columns)
     return rows
@@ -53,7 +49,7 @@ HARD = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_orthonormal_for_hard_inputs(name: str) -> None:
+def test_factors_are_orthonormal_for_hard_inputs(name: str) -> None:
     for dtype, most in ((torch.float32, 1e-6), (torch.float64, 1e-9)):
         rows = HARD[name].to(dtype)
         refill = torch.nn.functional.normalize(_random(*rows.shape, seed=3), dim=-1)
@@ -75,18 +71,15 @@ def test_the_stack_spans_what_householder_spans() -> None:
 
 
 def test_numbers_that_are_not_finite_count_as_zero() -> None:
-    rows, refill = (
-        _random(3, 4, 50),
-        torch.nn.functional.normalize(_random(3, 4, 50, seed=3), dim=-1),
-    )
+    rows = _random(3, 4, 50)
+    refill = torch.nn.functional.normalize(_random(3, 4, 50, seed=3), dim=-1)
     damaged = rows.clone()
     damaged[0, 1, 2:5] = torch.tensor([float("nan"), float("inf"), float("-inf")])
     rows[0, 1, 2:5] = 0
     assert torch.equal(orthonormal_stack(damaged, refill), orthonormal_stack(rows, refill))
 
 
-# ---- factors of different shapes
-# ------------------------------------------------------------------------------------
+# ---- factors of different shapes -----------------------------------------------------------------
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -119,37 +112,37 @@ def _unpacked(factors: PackedFactors, shapes: list[tuple[int, int]]) -> list[tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_together_as_alone(name: str, dtype: torch.dtype) -> None:
+def test_a_padded_stack_has_the_bases_of_its_matrices_alone(name: str, dtype: torch.dtype) -> None:
     """Padding changes nothing: each basis is the one that a stack of this matrix alone has."""
     shapes = SHAPES[name]
     rows = _rows(shapes, dtype)
     factors = _factors(shapes, dtype)
     keep = torch.tensor([i != 1 for i in range(len(shapes))])
     for _ in range(2):  # the memory is used again
-        factors.orthonormalize(torch.cat([each.flatten() for each in rows]), keep)
+        factors.orthonormalize(torch.cat([matrix.flatten() for matrix in rows]), keep)
         for i, (one, got) in enumerate(zip(rows, _unpacked(factors, shapes), strict=True)):
             alone = orthonormal_stack(one[None], torch.randn(1, *one.shape))[0].to(dtype)
             wanted = alone if keep[i] else torch.zeros_like(alone)
             assert (got - wanted).abs().max() < (1e-6 if dtype == torch.float32 else 1e-12), i
 
 
-def test_unit_rows() -> None:
+def test_rows_have_norm_1() -> None:
     shapes = SHAPES["several ranks"]
     rows = _rows(shapes, torch.float32)
     rows[-1][0] = 0
-    packed = new_packed(sum(each.numel() for each in rows), torch.float32, CPU)
-    packed[:-1] = torch.cat([each.flatten() for each in rows])
+    packed = new_packed(sum(matrix.numel() for matrix in rows), torch.float32, CPU)
+    packed[:-1] = torch.cat([matrix.flatten() for matrix in rows])
     factors = _factors(shapes, torch.float32)
     factors.unit_rows(packed)
     got = _unpacked(factors, shapes)
-    assert all(((each.norm(dim=1) - 1).abs() < 1e-6).all() for each in got)
+    assert all(((matrix.norm(dim=1) - 1).abs() < 1e-6).all() for matrix in got)
     for one, unit in zip(rows, got, strict=True):
         first = int(one is rows[-1])
         assert torch.allclose(
             unit[first:], torch.nn.functional.normalize(one[first:], dim=1), atol=1e-6
         )
     assert packed[-1] == 0 and torch.equal(
-        packed[:-1], torch.cat([each.flatten() for each in rows])
+        packed[:-1], torch.cat([matrix.flatten() for matrix in rows])
     )
 
 
@@ -160,14 +153,14 @@ def test_dependent_rows_are_replaced_in_their_matrix_alone() -> None:
     rows[3].zero_()
     factors = _factors(shapes, torch.float32)
     factors.orthonormalize(
-        torch.cat([each.flatten() for each in rows]), torch.ones(4, dtype=torch.bool)
+        torch.cat([matrix.flatten() for matrix in rows]), torch.ones(4, dtype=torch.bool)
     )
     for one, basis in zip(rows, _unpacked(factors, shapes), strict=True):
         assert (basis @ basis.T - torch.eye(len(basis))).abs().max() < 1e-6
         assert (one - one @ basis.T @ basis).abs().max() < 1e-5
 
 
-def test_which_factors_share_a_tensor() -> None:
+def test_factors_of_similar_length_share_a_tensor() -> None:
     """Memory stays within four times that of the factors, whatever their lengths."""
 
     def groups(lengths: list[int]) -> list[list[int]]:

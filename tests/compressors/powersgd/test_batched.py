@@ -89,7 +89,8 @@ class Oracle:
 
     def _split(self, flat: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters' parts. What lies behind them, the padding, is dropped at each step."""
-        parts, at = {}, 0
+        parts = {}
+        at = 0
         for name in self.order:
             parts[name] = flat[at : at + like[name].numel()].view(like[name].shape)
             at += like[name].numel()
@@ -140,14 +141,12 @@ def against_the_oracle_here(rank: int) -> None:
 @pytest.mark.parametrize(
     ("rank", "kernel", "masked"), [(1, "native", False), (3, "torch", False), (3, "torch", True)]
 )
-def test_against_the_oracle(run_ranks, rank, kernel, masked):
+def test_gradients_and_residuals_equal_the_oracle(run_ranks, rank, kernel, masked):
     run_ranks(against_the_oracle, rank, kernel, masked)
 
 
 def rebuilt_buckets() -> None:
-    """The first pass has one bucket, the others have several: other matrices, the same
-    residuals.
-    """
+    """The first pass has one bucket, the others have several: the residuals must stay the same."""
     ddp = wrap(mlp(), bucket_cap_mb=0.003)
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
     ddp.register_comm_hook(state, commhooks.batched_powerSGD_hook)
@@ -180,9 +179,7 @@ def test_the_residual_survives_the_rebuild_of_the_buckets(run_ranks):
 
 
 def too_small_after_the_rebuild() -> dict[str, Any]:
-    """The first pass has one bucket; then every parameter has its own, and those of the biases are
-    too small. The first pass with these is not finite on one rank.
-    """
+    """After the first pass each parameter has a bucket; those of the biases are too small."""
     ddp = wrap(mlp(), bucket_cap_mb=EVERY_PARAMETER)
     hook = commhooks.attach(
         ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0)
@@ -215,8 +212,7 @@ def test_residuals_of_buckets_that_are_too_small_now_are_dropped(run_ranks):
         assert len(rank["errors"]) == 3 and max(rank["errors"]) < 1e-6
     (line,) = first["lines"]
     assert (
-        line.endswith("so that their residuals are dropped: 4.bias, 2.bias, 0.bias")
-        and not second["lines"]
+        line.endswith("and drops their residuals: 4.bias, 2.bias, 0.bias") and not second["lines"]
     )
 
 
@@ -225,7 +221,8 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.branch = mlp(), nn.Linear(24, 24)
+        self.trunk = mlp()
+        self.branch = nn.Linear(24, 24)
         self.skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -240,21 +237,25 @@ def a_branch_rests(masked: bool) -> float:
         config = commhooks.BatchedPowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0)
         hook = commhooks.attach(ddp, config, loss_scale=lambda: scale[0])
         for step in range(8):
-            before, old_scale = residuals(hook), scale[0]
+            before = residuals(hook)
+            old_scale = scale[0]
             ddp.module.skips = 3 <= step < 6
             scale[0] = 2.0 if step == 4 else scale[0]
             local = local_gradients(ddp, partial(backward, step=step, scale=scale[0]))
             backward(ddp, step, scale[0])
-            after, applied = residuals(hook), gradients(ddp)
-            expected = {name: each * (scale[0] / old_scale) for name, each in before.items()}
+            after = residuals(hook)
+            applied = gradients(ddp)
+            expected = {
+                name: residual * (scale[0] / old_scale) for name, residual in before.items()
+            }
             if ddp.module.skips:
                 assert all(
                     torch.equal(after[name], expected[name]) and name not in applied
                     for name in BRANCH
                 )
-            for name, each in applied.items():
+            for name, gradient in applied.items():
                 errors.append(
-                    conservation_error(local[name], expected.get(name), after[name], each)
+                    conservation_error(local[name], expected.get(name), after[name], gradient)
                 )
         assert replicas_equal(ddp) and all(after[name].any() for name in BRANCH)
         assert hook.stats()["compressed_steps"] == 8
@@ -267,15 +268,13 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual(run_ranks, masked):
 
 
 def another_width() -> tuple[list[str], int]:
-    """What is logged when a state of a smaller model with the same names is loaded, and the
-    compressed steps.
-    """
-    found = []
+    """Load the state of a smaller model, and return the log and the compressed steps."""
+    steps = []
     for width in (24, 48):
         ddp = wrap(nn.Linear(24, width), bucket_cap_mb=25)
         hook = commhooks.attach(ddp, "batched_powerSGD", hook_options={"start_powerSGD_iter": 0})
-        found.append((ddp, hook))
-    (small, hook_of_small), (large, hook) = found
+        steps.append((ddp, hook))
+    (small, hook_of_small), (large, hook) = steps
     for step in range(3):
         backward(small, step)
     hook.load_state_dict(hook_of_small.state_dict("drop"), strict=False)
@@ -309,12 +308,11 @@ def _with_an_empty_parameter(masked: bool) -> bool:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_empty_parameter_on_a_narrow_wire(run_ranks, masked):
+def test_an_empty_parameter_changes_nothing_on_a_narrow_wire(run_ranks, masked):
     assert all(run_ranks(_with_an_empty_parameter, masked))
 
 
-# ---- another rank, which is found out when the buckets come
-# --------------------------------------------------------
+# ---- another rank, which is found out when the buckets come --------------------------------------
 
 
 def _hooked(rank: int) -> tuple[nn.Module, commhooks.CommHook]:

@@ -1,6 +1,4 @@
-"""The arithmetic on the CPU: always an orthonormal basis, rows of norm 1, numbers that depend on
-their key alone.
-"""
+"""On the CPU bases are orthonormal, rows have norm 1, and draws depend on their key alone."""
 
 import contextlib
 import itertools
@@ -73,7 +71,7 @@ def _basis(kind: str, rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 
 @both
 @pytest.mark.parametrize("name", INPUTS)
-def test_orthonormal_whatever_comes_in(name, kind):
+def test_the_basis_is_orthonormal_whatever_comes_in(name, kind):
     for rank in RANKS:
         rows = INPUTS[name](rank)
         basis = _basis(kind, rows, exchange.draw(0, "w", "refill P", rank, LENGTH, torch.float32))
@@ -82,7 +80,7 @@ def test_orthonormal_whatever_comes_in(name, kind):
 
 @both
 @pytest.mark.parametrize("scale", [1e-38, 1.0, 1e30])
-def test_basis_spans_the_rows(scale, kind):
+def test_the_basis_spans_the_rows(scale, kind):
     rows = scale * _random(4)
     basis = _basis(kind, rows, torch.zeros(4, LENGTH)).double()  # no row is missing
     rows = rows.double() / scale
@@ -104,7 +102,7 @@ def test_missing_directions_are_found_and_refilled(kind):
 
 @needs_compiler
 @pytest.mark.parametrize("scale", [1e-300, 1.0, 1e300])
-def test_orthonormal_in_float64(scale):
+def test_the_basis_is_orthonormal_in_float64(scale):
     rows = scale * torch.randn(
         5, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -120,7 +118,7 @@ def test_orthonormal_in_float64(scale):
 
 
 @both
-def test_unit_rows(kind):
+def test_rows_have_norm_1(kind):
     rows = torch.stack(
         [_random(1)[0], 1e-38 * _random(1)[0], 1e30 * _random(1)[0], torch.zeros(LENGTH)]
     )
@@ -191,7 +189,7 @@ SHORTER_VECTORS = pytest.mark.skipif(platform.machine() != "x86_64", reason="fla
     ],
     ids=str,
 )
-def test_products(kind, dtype):
+def test_products_are_those_of_plain_matrix_multiplication(kind, dtype):
     with contextlib.nullcontext() if kind in (PLAIN, "") else another_library(*kind.split()):
         for rank, shape in itertools.product([1, 2, 3, 5, 17], SHAPES):
             if rank <= min(shape):
@@ -213,7 +211,8 @@ def _compare_products(products, dtype, rank, n, m):
         torch.testing.assert_close(got.double() / scale, expected / scale, **tolerance)
 
     q.copy_(draw(rank, m))
-    before, expected = delta.clone(), delta.double() + 0.25 * residual.double()
+    before = delta.clone()
+    expected = delta.double() + 0.25 * residual.double()
     products.form_p([delta], [residual.view(-1)], 0.25)
     largest = products.largest
     assert largest is None or largest.tolist() == [before.abs().max()]

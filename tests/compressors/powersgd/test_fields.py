@@ -32,7 +32,9 @@ def test_a_factor_of_another_matrix_is_named(
 
 @pytest.mark.parametrize("rank", [1, 3, 5])
 def test_a_factor_of_another_rank_keeps_its_rows(rank: int) -> None:
-    value, fresh, plan = torch.ones(3, 4), torch.full((rank, 4), 2.0), replace(PLAN, rank=rank)
+    value = torch.ones(3, 4)
+    fresh = torch.full((rank, 4), 2.0)
+    plan = replace(PLAN, rank=rank)
     refitted, zeros = Q.refit(value, plan, fresh), Q.refit(value, plan, None)
     assert refitted is not None and zeros is not None
     assert refitted[:, 0].tolist() == [1.0, 1.0, 1.0, 2.0, 2.0][:rank]

@@ -84,10 +84,12 @@ def _oracle(
         ranks = [_gradients(rank, step, dtype) for rank in range(world_size)]
         expected.append({})
         for name, shape in SHAPES.items():
-            each = [gradients[name] for gradients in ranks]
+            of_ranks = [gradients[name] for gradients in ranks]
             matrix = matrices.get(name)
             wanted = (
-                plain_mean(each) if matrix is None else matrix.step([g.flatten(1) for g in each])
+                plain_mean(of_ranks)
+                if matrix is None
+                else matrix.step([g.flatten(1) for g in of_ranks])
             )
             expected[-1][name] = wanted.view(shape)
     return expected, {name: matrix.residuals for name, matrix in matrices.items()}
@@ -111,9 +113,10 @@ def test_gradients_and_residuals_equal_the_oracle(
         # On an accelerator the basis is made by other operations, which lose some digits.
         tolerance = 1e-10 if masked and dtype == torch.float64 else TOLERANCE[dtype]
         expected, residuals = _oracle(approximation_rank, dtype, world_size)
-        for rank, result in enumerate(each[index] for each in results):
+        for rank, result in enumerate(outcome[index] for outcome in results):
             for step, name in itertools.product(range(STEPS), SHAPES):
-                got, wanted = result["gradients"][step][name], expected[step][name]
+                got = result["gradients"][step][name]
+                wanted = expected[step][name]
                 if (step, name) == (IDLE_AT, "first"):
                     assert not got.any() and not wanted.any()
                 else:
@@ -138,8 +141,7 @@ def test_gradients_and_residuals_equal_the_oracle(
     assert all(map(bits_equal, one_bucket, many_buckets))
 
 
-# ---- the residual stays bounded
-# --------------------------------------------------------------------------------------
+# ---- the residual stays bounded ------------------------------------------------------------------
 
 SIDE, RANK, WORLD_SIZE = 32, 2, 4
 EARLY, LATE = 30, 400
@@ -175,14 +177,11 @@ def test_the_norm_of_the_residual_stays_where_torchs_grows() -> None:
     assert torchs[LATE] >= 3 * torchs[EARLY]
 
 
-# ---- directions of zeros
-# -------------------------------------------------------------------------------------------
+# ---- directions of zeros -------------------------------------------------------------------------
 
 
 def _recover_from_a_zero_direction(zero_rows: list[int], kernel: str) -> tuple[float, bool]:
-    """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions
-    back).
-    """
+    """Return how far a gradient of rank 2 is from recovery, and whether Q is whole again."""
     ddp = wrap({"second": SHAPES["second"]})
     config = commhooks.PowerSGD(
         matrix_approximation_rank=2,

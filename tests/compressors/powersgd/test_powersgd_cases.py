@@ -1,6 +1,4 @@
-"""With error feedback nothing is lost: what a step does not put into the gradient is in the
-residuals, up to the rounding of the wire, over everything that selects another path.
-"""
+"""Error feedback loses nothing: what a gradient lacks is in the residuals, on every path."""
 
 from typing import NamedTuple
 
@@ -48,7 +46,7 @@ def _run(
 ) -> list[tuple[list[Gradients], list[float]]]:
     """For each case the gradients, and what was lost of each matrix in each step."""
     assert wire_dtype_of(dtype, WIRE_DTYPES.get(wrapper or "")) == wire
-    found = []
+    results = []
     for case in CASES:
         ddp = wrap(SHAPES, case.bucket_cap_mb, dtype)
         config = commhooks.PowerSGD(
@@ -62,13 +60,13 @@ def _run(
             hook = commhooks.attach(ddp, config, wrapper=wrapper)
         got, lost = [], []
         for step in range(case.start + STEPS):
-            own = random_gradients(SHAPES, dist.get_rank(), step, dtype)
+            local = random_gradients(SHAPES, dist.get_rank(), step, dtype)
             before = residuals(hook)
-            got.append(backward(ddp, own))
+            got.append(backward(ddp, local))
             after = residuals(hook)
             for name in after if step >= case.start else ():
                 lost.append(
-                    conservation_error(own[name], before.get(name), after[name], got[-1][name])
+                    conservation_error(local[name], before.get(name), after[name], got[-1][name])
                 )
         assert len(lost) == (4 * STEPS if case.error_feedback else 0), case
         stats = hook.stats()
@@ -76,8 +74,8 @@ def _run(
         # 0.273 of the elements travel, and a flag for each of the 4 matrices.
         plain = stats["bytes_uncompressed"] / (case.start + STEPS)
         assert stats["bytes_sent_last_pass"] < 0.28 * plain * wire.itemsize / dtype.itemsize, case
-        found.append((got, lost))
-    return found
+        results.append((got, lost))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_nothing_is_lost(run_ranks, dtype, wrapper, wire, kernel):
     for case, *ranks in zip(CASES, *run_ranks(_run, dtype, wrapper, wire, kernel), strict=True):
         for gradients, lost in ranks:
             assert all(map(bits_equal, gradients, ranks[0][0])), case
-            assert all_finite(g for each in gradients for g in each.values()), case
+            assert all_finite(g for of_rank in gradients for g in of_rank.values()), case
             assert max(lost, default=0) <= LOST[wire], case
 
 
@@ -107,5 +105,5 @@ def test_rounding_for_the_wire_is_fed_back(run_ranks, wrapper, wire):
     """What the ranks lose above is rounding in the reduction. On one rank there is none, so nothing
     may be lost.
     """
-    [found] = run_ranks(_run, torch.float32, wrapper, wire, "native", world_size=1)
-    assert max(each for _, lost in found for each in lost) <= LOST[torch.float32]
+    [results] = run_ranks(_run, torch.float32, wrapper, wire, "native", world_size=1)
+    assert max(loss for _, lost in results for loss in lost) <= LOST[torch.float32]

@@ -34,20 +34,23 @@ class OracleRanks:
         """
         average: Vectors = {}
         for name in gradients[0]:
-            of_ranks = [each[name] for each in gradients]
+            of_ranks = [of_rank[name] for of_rank in gradients]
             if name not in self.residuals[0]:
                 average[name] = [
                     sum(column) / self._world_size for column in zip(*of_ranks, strict=True)
                 ]
-            elif not any(any(each) for each in of_ranks):
+            elif not any(any(numbers) for numbers in of_ranks):
                 average[name] = [0.0] * len(of_ranks[0])
             else:
                 average[name] = self._compressed(name, of_ranks)
         return average
 
     def _compressed(self, name: str, gradients: list[list[float]]) -> list[float]:
-        numel, size, world_size = len(gradients[0]), self._block_size, self._world_size
-        blocks, average = -(-numel // size), []
+        numel = len(gradients[0])
+        size = self._block_size
+        world_size = self._world_size
+        blocks = -(-numel // size)
+        average = []
         for block in range(blocks):
             inside = range(block * size, min(numel, (block + 1) * size))
             owner = (zlib.crc32(name.encode()) + block * world_size // blocks) % world_size

@@ -1,6 +1,4 @@
-"""What travels: blocks of numbers as codes with a scale, and the division of blocks among the
-ranks.
-"""
+"""Blocks of numbers travel as codes with a scale, and are divided among the ranks."""
 
 import pytest
 import torch
@@ -22,7 +20,8 @@ def _through(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What arrives, and what is lost."""
     codes = torch.full((len(blocks), code.block_bytes), 85, dtype=torch.uint8)
-    scales, lost = torch.empty(len(blocks), dtype=blocks.dtype), blocks.clone()
+    scales = torch.empty(len(blocks), dtype=blocks.dtype)
+    lost = blocks.clone()
     quantise(code, lost, codes, scales, code.largest_scale(largest, blocks.dtype))
     arrived = dequantise(code, codes, scales, torch.empty_like(blocks))
     total = torch.ones_like(blocks)
@@ -75,7 +74,8 @@ def test_blocks_without_a_usable_scale_stay(code: BlockCode) -> None:
 @pytest.mark.parametrize("code", CODES)
 def test_the_largest_numbers_are_finite_on_arrival(code: BlockCode) -> None:
     blocks = torch.zeros(3, SIZE)
-    blocks[0, 0], blocks[1, :2] = LARGEST, torch.tensor([-LARGEST, LARGEST])
+    blocks[0, 0] = LARGEST
+    blocks[1, :2] = torch.tensor([-LARGEST, LARGEST])
     blocks[2, 3] = 1e30
     arrived, lost = _through(code, blocks)
     assert bool(arrived.isfinite().all() & lost.isfinite().all())
@@ -98,8 +98,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(code: BlockCode, va
     torch.testing.assert_close(arrived[[0, 2]], blocks[[0, 2]])
 
 
-# ---- shares: which rank averages which block
-# -----------------------------------------------------------------------
+# ---- shares: which rank averages which block -----------------------------------------------------
 
 PARAMETERS = [("a", 1), ("layers.0.weight", 100), ("b", 3), ("layers.1.weight", 101)]
 
@@ -110,9 +109,9 @@ def test_every_block_has_one_owner_and_no_rank_has_many_more(world_size: int) ->
     blocks = sum(count for _, count in PARAMETERS)
     assert sum(shares.counts) == blocks and max(shares.counts) == shares.size
     assert shares.size <= blocks / world_size + len(PARAMETERS)
-    found = shares.blocks.view(-1)
-    assert sorted(found[found < blocks].tolist()) == list(range(blocks))
-    assert torch.equal(found[shares.places], torch.arange(blocks))
+    blocks_owned = shares.blocks.view(-1)
+    assert sorted(blocks_owned[blocks_owned < blocks].tolist()) == list(range(blocks))
+    assert torch.equal(blocks_owned[shares.places], torch.arange(blocks))
     for rank, count in enumerate(shares.counts):
         assert bool((shares.blocks[rank, :count] < blocks).all())
         assert bool((shares.blocks[rank, count:] == blocks).all()), "padded with the empty block"
@@ -140,7 +139,7 @@ def _averages(names: list[str], world_size: int) -> dict[str, torch.Tensor]:
         world_size,
         {n: torch.zeros(shapes[n]) for n in names},
     )
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for step in range(5):
         buckets = []
         for rank in range(world_size):
@@ -151,12 +150,12 @@ def _averages(names: list[str], world_size: int) -> dict[str, torch.Tensor]:
                 torch.cat([torch.randn(shapes[n], generator=noise[n]).flatten() for n in names])
             )
         assert ranks.step(buckets)
-        found |= {slot.name: slot.of(buckets[0]).clone() for slot in ranks.layout.slots}
+        results |= {slot.name: slot.of(buckets[0]).clone() for slot in ranks.layout.slots}
     for rank, state in enumerate(ranks.states):
-        found |= {
+        results |= {
             f"{name} of rank {rank}": residual for name, residual in state["residual"].items()
         }
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("world_size", "masked"), [(2, False), (3, False), (5, False), (5, True)])
@@ -165,6 +164,6 @@ def test_another_layout_changes_no_bit(world_size: int, masked: bool) -> None:
     with torch.no_grad(), masks(masked):
         together = _averages(["a", "b", "c", "d"], world_size)
         for names in (["d", "c", "a", "b"], ["a"], ["b", "d"], ["c"]):
-            found = _averages(names, world_size)
-            assert len(found) > len(names)
-            assert all(same_bits(value, together[name]) for name, value in found.items())
+            results = _averages(names, world_size)
+            assert len(results) > len(names)
+            assert all(same_bits(value, together[name]) for name, value in results.items())

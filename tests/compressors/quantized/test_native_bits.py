@@ -1,6 +1,4 @@
-"""The quantised hooks' native kernel computes the same bits as torch's operations, whatever the
-numbers, the compiler, the processor's vectors and the number of threads.
-"""
+"""The native kernel of the quantised hooks computes the same bits as torch on any machine."""
 
 import platform
 import shutil
@@ -52,9 +50,7 @@ def _ranks(config: HookConfig, world_size: int, dtype: torch.dtype) -> Simulated
 
 
 def _gradients(ranks: SimulatedRanks, world_size: int, step: int) -> list[torch.Tensor]:
-    """Numbers of very different size, zeros of both signs, denormal and very large ones, and
-    parameters without a gradient: on one rank and in one step on all.
-    """
+    """Return numbers of very different size, with zeros, denormal numbers and missing gradients."""
     generator = torch.Generator().manual_seed(step)
     layout = ranks.layout
     info = torch.finfo(layout.dtype)
@@ -89,7 +85,7 @@ def _run(
     """
     with computing_with(kernel):
         ranks = _ranks(config, world_size, dtype)
-    found = []
+    results = []
     with torch.no_grad():
         for step in range(steps):
             buckets = _gradients(ranks, world_size, step)
@@ -102,16 +98,16 @@ def _run(
                 ranks._works[0]._kernel, NativeKernel if kernel == "native" else TorchKernel
             )
             residuals = [state["residual"] for state in ranks.states] if _keeps(config) else []
-            kept = [each.clone() for own in residuals for each in own.values()]
+            kept = [residual.clone() for of_rank in residuals for residual in of_rank.values()]
             # A NaN is a NaN, whichever its sign.
-            found.append(
+            results.append(
                 (
                     torch.tensor(good),
-                    *(torch.where(each.isnan(), torch.nan, each) for each in buckets),
+                    *(torch.where(bucket.isnan(), torch.nan, bucket) for bucket in buckets),
                     *kept,
                 )
             )
-    return found
+    return results
 
 
 @contextmanager
@@ -159,7 +155,9 @@ def test_the_bits_are_those_of_torch(
         (Int4Compress, {"use_error_feedback": False, "block_size": 16}),
     ],
 )
-def test_with_other_options(config: type[HookConfig], options: dict[str, Any]) -> None:
+def test_the_bits_are_those_of_torch_with_other_options(
+    config: type[HookConfig], options: dict[str, Any]
+) -> None:
     _compare(config, 2, torch.float32, **options)
 
 
@@ -195,7 +193,7 @@ def test_the_bits_depend_neither_on_vectors_nor_on_the_compiler(
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a processor that joins them"
 )
-def test_a_build_that_joins_operations_is_another_one() -> None:
+def test_a_build_that_joins_operations_is_another_build() -> None:
     usual = _build()
     # -O3 takes four times as long
     with another_library("-O1", "-fexpensive-optimizations", "-ffp-contract=fast"):
@@ -203,15 +201,16 @@ def test_a_build_that_joins_operations_is_another_one() -> None:
 
 
 def test_no_bit_depends_on_the_number_of_threads() -> None:
-    before, results = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    results = []
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
             results.append(
                 [
-                    each
+                    tensor
                     for step in _run(Int4Compress(block_size=BLOCK), 2, torch.float32)
-                    for each in step
+                    for tensor in step
                 ]
             )
     finally:

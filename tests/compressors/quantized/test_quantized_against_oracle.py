@@ -1,9 +1,8 @@
-"""Averages and residuals of the quantised hooks are those of the oracle: plain loops over ranks and
-blocks.
-"""
+"""Averages and residuals of the quantised hooks equal those of plain loops."""
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from commhooks import Int4Compress, Int8Compress
 from commhooks.registry import compressor_of
@@ -43,13 +42,13 @@ def _parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _gradients(rank: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     noise = torch.Generator().manual_seed(100 * step + rank)
-    found = {
+    gradients = {
         name: torch.randn(shape, generator=noise, dtype=torch.float64)
         for name, shape in SHAPES.items()
     }
     if step == QUIET_AT:
-        found["quiet"] = torch.zeros_like(found["quiet"])
-    return {name: gradient.to(dtype) for name, gradient in found.items()}
+        gradients["quiet"] = torch.zeros_like(gradients["quiet"])
+    return {name: gradient.to(dtype) for name, gradient in gradients.items()}
 
 
 def _simulated(hook: str, world_size: int, dtype: torch.dtype, way: str) -> SimulatedRanks:
@@ -74,11 +73,12 @@ def test_averages_and_residuals_are_those_of_the_oracle(
         oracle = OracleRanks(world_size, LEVELS[hook], BLOCK, sizes)
         for step in range(STEPS):
             gradients = [_gradients(rank, step, dtype) for rank in range(world_size)]
-            buckets = [torch.cat([each.flatten() for each in own.values()]) for own in gradients]
+            buckets = [parameters_to_vector(of_rank.values()) for of_rank in gradients]
             assert ranks.step(buckets)
             assert all(same_bits(bucket, buckets[0]) for bucket in buckets)
             plain = [
-                {name: each.flatten().tolist() for name, each in own.items()} for own in gradients
+                {name: gradient.flatten().tolist() for name, gradient in of_rank.items()}
+                for of_rank in gradients
             ]
             average = oracle.step(plain)
             expected = torch.tensor(sum(average.values(), []), dtype=torch.float64)
@@ -88,9 +88,9 @@ def test_averages_and_residuals_are_those_of_the_oracle(
 
 
 def _compare(
-    found: dict[str, torch.Tensor], expected: dict[str, list[float]], tolerance: float
+    got: dict[str, torch.Tensor], expected: dict[str, list[float]], tolerance: float
 ) -> None:
-    assert found.keys() == expected.keys()
-    for name, residual in found.items():
+    assert got.keys() == expected.keys()
+    for name, residual in got.items():
         should_be = torch.tensor(expected[name], dtype=torch.float64)
         torch.testing.assert_close(residual.double(), should_be, rtol=0, atol=10 * tolerance)

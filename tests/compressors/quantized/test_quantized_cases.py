@@ -1,6 +1,4 @@
-"""The quantised hooks with parameters of every kind, unused ones, and numbers that are not finite,
-in one bucket.
-"""
+"""The quantised hooks average parameters of every kind and refuse non-finite numbers."""
 
 import math
 from typing import Any
@@ -62,7 +60,8 @@ def _mixed(hook: str, kernel: str, wrapper: str | None, dtype: torch.dtype) -> d
             ddp.module.named_parameters(), plain.module.named_parameters(), strict=True
         ):
             if one.grad is not None and other.grad is not None:
-                ours, theirs = one.grad.to_dense(), other.grad.to_dense()
+                ours = one.grad.to_dense()
+                theirs = other.grad.to_dense()
                 errors[name] = max(
                     errors.get(name, 0.0), float((ours - theirs).abs().max() / theirs.abs().max())
                 )
@@ -85,7 +84,7 @@ def _mixed(hook: str, kernel: str, wrapper: str | None, dtype: torch.dtype) -> d
         pytest.param("int4", "native", "bf16", 2e-2, marks=needs_compiler),
     ],
 )
-def test_parameters_of_every_kind(
+def test_parameters_of_every_kind_are_averaged(
     run_ranks: Any, hook: str, kernel: str, wrapper: str | None, exact: float
 ) -> None:
     quantised = 0.02 if hook == "int8" else 0.3
@@ -115,14 +114,11 @@ def test_parameters_of_every_kind(
 def test_one_number_that_is_not_finite_anywhere_stops_the_step(
     compressor: Any, kernel: str, value: float
 ) -> None:
-    """On any rank, in any block, in one's own share and in another's, and in what is not
-    quantised.
-    """
-    world_size, shapes = 3, {"a": (10, 7), "bias": (5,), "b": (6, 16)}
-    config, parameters = (
-        compressor.Config(block_size=16),
-        {n: torch.zeros(s) for n, s in shapes.items()},
-    )
+    """This holds for any rank, block and owner, and for what is not quantised."""
+    world_size = 3
+    shapes = {"a": (10, 7), "bias": (5,), "b": (6, 16)}
+    config = compressor.Config(block_size=16)
+    parameters = {n: torch.zeros(s) for n, s in shapes.items()}
     with computing_with(kernel):
         ranks = SimulatedRanks(lambda: compressor(config), world_size, parameters)
     numel = ranks.layout.numel
@@ -136,7 +132,9 @@ def test_one_number_that_is_not_finite_anywhere_stops_the_step(
                 assert not ranks.step(buckets), (place, rank)
                 assert not any(all_finite([bucket]) for bucket in buckets)
         for state, old in zip(ranks.states, before, strict=True):
-            assert all(torch.equal(state["residual"][name], each) for name, each in old.items())
+            assert all(
+                torch.equal(state["residual"][name], residual) for name, residual in old.items()
+            )
         assert ranks.step([torch.ones(numel) for _ in range(world_size)]), (
             "nothing is left in the buffers"
         )
@@ -166,21 +164,23 @@ def test_the_plan_knows_the_memory(error_feedback: bool) -> None:
     config = commhooks.Int8Compress(block_size=32, use_error_feedback=error_feedback)
     with computing_with("torch"):
         planned, work, state = _after_a_step(config, torch.float32)
-    assert planned.residual == sum(each.nbytes for each in state["residual"].values())
+    assert planned.residual == sum(residual.nbytes for residual in state["residual"].values())
     kernel = work._kernel
-    own = kernel.buffers
-    buffers = [own.delta, own._unused, *([own.residuals.whole] if error_feedback else [])]
+    kept = kernel.buffers
+    buffers = [kept.delta, kept._unused, *([kept.residuals.whole] if error_feedback else [])]
     # Delta has a block more than the plan knows, the empty one.
     assert (
         planned.residual + planned.copies
-        == sum(each.nbytes for each in buffers) - own.delta[-1].nbytes
+        == sum(buffer.nbytes for buffer in buffers) - kept.delta[-1].nbytes
     )
     sent = kernel.messages.sent.nbytes
     assert planned.packed <= kernel.codes.nbytes + kernel.scales.nbytes + 3 * sent + 4 * 5 * 4
     assert planned.packed >= 4 * (kernel.codes[:-1].nbytes + kernel.scales[:-1].nbytes)
     for dtype in (torch.float32, torch.bfloat16) if HAS_COMPILER else ():
         planned, work, state = _after_a_step(config, dtype)
-        assert planned.residual == sum(each.nbytes for each in state["residual"].values())
-        kernel, blocks, plain = work._kernel, 3 + 3, 4 * 5 * dtype.itemsize
+        assert planned.residual == sum(residual.nbytes for residual in state["residual"].values())
+        kernel = work._kernel
+        blocks = 3 + 3
+        plain = 4 * 5 * dtype.itemsize
         assert planned.copies == (0 if dtype == torch.float32 else kernel._copy.nbytes)
         assert planned.packed - plain == 3 * blocks * (32 + 4) <= 3 * kernel.messages.sent.nbytes

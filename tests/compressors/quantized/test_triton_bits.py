@@ -44,34 +44,34 @@ def test_the_bits_are_those_of_torch(what: str) -> None:
 @needs_triton
 def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
     *wrong, broken = _run("faults")
-    assert len(wrong) == 4 and all("computes other bits than torch" in each for each in wrong), (
-        wrong
-    )
+    assert len(wrong) == 4 and all(
+        "computes other bits than torch" in reason for reason in wrong
+    ), wrong
     assert "cannot be compiled or run: " in broken and "COMMHOOKS_NATIVE=0 turns it off" in broken
 
 
 @needs_triton
 def test_each_operation_is_rounded_by_itself_on_nvidia_gpus() -> None:
     """As torch's operators are: nothing joined, no approximate division, no denormals as zero."""
-    found = _run("instructions", interpreted=False)
+    instructions = _run("instructions", interpreted=False)
     arithmetic = {
-        each
-        for each in found
-        if each.split(".")[0] in ("fma", "mad", "mul", "div", "add", "sub", "rcp")
+        instruction
+        for instruction in instructions
+        if instruction.split(".")[0] in ("fma", "mad", "mul", "div", "add", "sub", "rcp")
     }
     assert arithmetic == {"mul.rn.f32", "div.rn.f32", "add.rn.f32", "sub.rn.f32"}
-    assert "cvt.rn.bf16.f32" in found and not any(
-        "ftz" in each or "approx" in each for each in found
+    assert "cvt.rn.bf16.f32" in instructions and not any(
+        "ftz" in instruction or "approx" in instruction for instruction in instructions
     )
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "commhooks.compressors.quantized.triton_kernel", raising=False)
-    given = torch.device("cuda"), torch.float32, BlockCode(8, 256)
+    arguments = torch.device("cuda"), torch.float32, BlockCode(8, 256)
     with pytest.raises(
         HookConfigError, match=r"needs Triton, which cannot be imported .*COMMHOOKS_NATIVE=0"
     ):
-        quantized.native_build(*given)
+        quantized.native_build(*arguments)
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": "0"}):
-        assert quantized.native_build(*given) == ""
+        assert quantized.native_build(*arguments) == ""

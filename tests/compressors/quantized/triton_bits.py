@@ -24,7 +24,7 @@ from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.compressors.quantized.triton_kernel import TritonKernel, build, results_of
 from commhooks.errors import HookConfigError
 from commhooks.registry import compressor_of
-from tests.support import simulation
+from commhooks.testing import simulated_ranks
 from tests.support.models import masks
 from tests.support.simulation import SimulatedRanks
 
@@ -34,9 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def round_bfloat16() -> None:
-    """Convert as torch and devices do: Triton 3.9's interpreter truncates to bfloat16, and denormal
-    ones are wrong.
-    """
+    """Convert as torch and devices do; Triton 3.9's interpreter truncates to bfloat16."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -67,13 +65,12 @@ def kernels() -> list[str]:
 
 
 def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> list[torch.Tensor]:
-    """Buckets and residuals after each of four steps: one is not finite, one has another loss
-    scale, in one some ranks have no gradient of a parameter.
-    """
+    """Return buckets and residuals of four steps, of which some are not finite or incomplete."""
     shapes = {"a": (3, 33), "bias": (5,), "b": (16, 16), "idle": (5, 20)}
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     ranks = SimulatedRanks(lambda: compressor_of(config)(config), world_size, parameters)
-    found, info = [], simulation.StepInfo
+    results = []
+    info = simulated_ranks.StepInfo
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         buckets = [
@@ -86,15 +83,15 @@ def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> 
             ranks.layout.slots[3].of(bucket).zero_()
         factor = 0.7 if step == 2 else 1.0
         with mock.patch.object(
-            simulation, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
+            simulated_ranks, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
         ):
             with torch.no_grad():
                 assert ranks.step(buckets) == (step != 1)
         assert isinstance(ranks._works[0]._kernel, kernel), ranks._works[0]._kernel
         fields = [state["residual"] for state in ranks.states] if config.use_error_feedback else []
-        found += [torch.where(each.isnan(), torch.nan, each) for each in buckets]
-        found += [each.clone() for own in fields for each in own.values()]
-    return found
+        results += [torch.where(bucket.isnan(), torch.nan, bucket) for bucket in buckets]
+        results += [residual.clone() for of_rank in fields for residual in of_rank.values()]
+    return results
 
 
 def hooks() -> list[str]:
@@ -105,8 +102,8 @@ def hooks() -> list[str]:
             config = make(block_size=32, use_error_feedback=feedback)
             expected = _trained(config, world_size, dtype, TorchKernel)
             with mock.patch.object(quantized, "runs_triton", lambda device: True):
-                found = _trained(config, world_size, dtype, TritonKernel)
-            pairs = zip(found, expected, strict=True)
+                results = _trained(config, world_size, dtype, TritonKernel)
+            pairs = zip(results, expected, strict=True)
             if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                 differing.append(f"{config} {dtype}")
     return differing
@@ -145,9 +142,9 @@ def instructions() -> list[str]:
     from triton.compiler import ASTSource
 
     pointers = {"flags": "*u8", "codes": "*u8", "factor": "*fp32", "good": "*i1", "count": "*i32"}
-    pointers |= dict.fromkeys(("first", "tensor", "places", "own"), "*i64")
+    pointers |= dict.fromkeys(("first", "tensor", "places", "owned"), "*i64")
     pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32") | {"flat": "*bf16"}
-    given = {
+    shared_options = {
         "LEVELS": 127,
         "MOST": 1e30,
         "TINY": 1e-38,
@@ -156,11 +153,11 @@ def instructions() -> list[str]:
         "ROWS": 8,
         "HALVINGS": 4,
     }
-    given |= {"TILE": 128, "FEEDBACK": True, "SCALED": True, "WIDTH": 32}
-    found: set[str] = set()
+    shared_options |= {"TILE": 128, "FEEDBACK": True, "SCALED": True, "WIDTH": 32}
+    instructions: set[str] = set()
     for kernel in (triton_kernel._quantise, triton_kernel._average, triton_kernel._store):
         for bits, mean in ((8, False), (4, True)):
-            options = {**given, "BITS": bits, "MEAN": mean}
+            options = {**shared_options, "BITS": bits, "MEAN": mean}
             constants = {name: options[name] for name in kernel.arg_names if name in options}
             signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
             signature |= dict.fromkeys(constants, "constexpr") | (
@@ -170,18 +167,18 @@ def instructions() -> list[str]:
                 source = ASTSource(kernel, signature=signature, constexprs=constants)
                 target = GPUTarget("cuda", capability, 32)
                 made = triton.compile(source, target=target, options=triton_kernel._ROUNDED)
-                found |= set(
+                instructions |= set(
                     re.findall(
                         r"^\s+(?:@\S+ )?([a-z]\S*\.b?f(?:16|32|64)\S*)",
                         made.asm["ptx"],
                         re.MULTILINE,
                     )
                 )
-    return sorted(found)
+    return sorted(instructions)
 
 
 if __name__ == "__main__":
-    chosen = {each.__name__: each for each in (kernels, hooks, faults, instructions)}[sys.argv[1]]
+    chosen = {task.__name__: task for task in (kernels, hooks, faults, instructions)}[sys.argv[1]]
     if sys.argv[1] != "instructions":
         round_bfloat16()
     with masks(sys.argv[1] != "instructions"):

@@ -119,7 +119,9 @@ def transformers() -> commhooks.CommHook:
     return trainer.comm_hook
 
 
-FRONT_ENDS = {each.__name__: each for each in (plain, lightning, accelerate, transformers)}
+FRONT_ENDS = {
+    front_end.__name__: front_end for front_end in (plain, lightning, accelerate, transformers)
+}
 INSTALLS = {
     "plain": set(),
     "lightning": {"lightning"},
@@ -129,7 +131,9 @@ INSTALLS = {
 
 
 def main(name: str) -> None:
-    installed = {each for each in set().union(*INSTALLS.values()) if importlib.util.find_spec(each)}
+    installed = {
+        package for package in set().union(*INSTALLS.values()) if importlib.util.find_spec(package)
+    }
     if installed != INSTALLS[name]:
         raise SystemExit(
             f"installed are {sorted(installed)}, and not {sorted(INSTALLS[name])} alone"

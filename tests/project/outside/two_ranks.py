@@ -16,7 +16,8 @@ import accelerate_commhooks  # noqa: E402, F401
 import commhooks  # noqa: E402
 import lightning_commhooks  # noqa: E402, F401
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank = int(sys.argv[1])
+folder = sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 model = DistributedDataParallel(
     torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))

@@ -1,6 +1,4 @@
-"""A hook is attached, loaded, saved and called in whatever mode the caller is, and trains on as
-without the mode.
-"""
+"""A hook that is attached, saved or loaded in any of torch's modes trains as without the mode."""
 
 import contextlib
 import copy
@@ -37,7 +35,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Algorithms that are deterministic, in which `torch.empty` returns NaN."""
+    """Context manager: deterministic algorithms, with which `torch.empty` returns NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -45,24 +43,42 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+wide_by_default = functools.partial(_default_dtype, torch.float64)
+narrow_by_default = functools.partial(_default_dtype, torch.float16)
+meta_by_default = functools.partial(torch.device, "meta")
+
+
+def _all_of(*modes: Mode) -> Mode:
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            yield
+
+    return entered
+
+
+# Several modes at once, because none hides what another does to a hook.
 MODES: dict[str, Mode] = {
-    "inference mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
-    "float64 by default": functools.partial(_default_dtype, torch.float64),
-    "float16 by default": functools.partial(_default_dtype, torch.float16),
-    "meta device by default": functools.partial(torch.device, "meta"),
-    "deterministic": _deterministic,
+    "inference mode, autocast, float64 by default, deterministic": _all_of(
+        torch.inference_mode, autocast, wide_by_default, _deterministic
+    ),
+    "no_grad, float16 and meta device by default": _all_of(
+        torch.no_grad, narrow_by_default, meta_by_default
+    ),
 }
 HANDLING = {"attach", "read", "load", "save", "close"}
 """What a caller may do in a mode, besides training."""
 
 
 class Caller:
-    """Does some things in a mode. `within`: the names of these things."""
+    """Enters a mode to do some things, whose names are in `within`."""
 
     def __init__(self, mode: Mode = contextlib.nullcontext, within: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-        self._mode, self._within = mode, within
+        self._mode = mode
+        self._within = within
 
     def doing(self, name: str) -> contextlib.AbstractContextManager[object]:
         return self._mode() if name in self._within else contextlib.nullcontext()
@@ -81,7 +97,8 @@ class Run:
     """A model whose hook resumes from `saved`, or begins without it."""
 
     def __init__(self, attach: Attach, caller: Caller, saved: dict[str, Any] | None = None) -> None:
-        self.caller, self.step = caller, 0 if saved is None else saved["step"]
+        self.caller = caller
+        self.step = 0 if saved is None else saved["step"]
         self.ddp = DistributedDataParallel(make_model(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05, momentum=0.9)
         with caller.doing("attach"):
@@ -100,40 +117,35 @@ class Run:
             loss = torch.nn.functional.cross_entropy(self.ddp(images), labels)
             with self.caller.doing("backward"):
                 loss.backward()
-            with self.caller.doing("optimizer step"):
-                self.optimizer.step()
+            self.optimizer.step()
             self.step += 1
 
     def save(self, residual: str) -> dict[str, Any]:
         with self.caller.doing("save"):
             hook = self.hook.state_dict(residual)
-        model, optimizer = self.ddp.module.state_dict(), self.optimizer.state_dict()
         return {
-            "model": copy.deepcopy(model),
-            "optimizer": copy.deepcopy(optimizer),
+            "model": copy.deepcopy(self.ddp.module.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "hook": hook,
             "step": self.step,
         }
 
 
 def _handled(attach: Attach, caller: Caller, saved: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights after each part of a run that is resumed, saved in all ways, trained on, and
-    resumed again.
-    """
+    """Resume, save in all ways, train on and resume again; return the weights after each part."""
     run = Run(attach, caller, saved)
     run.train(3)
     with caller.doing("save"):
-        run.hook.stats(), run.hook.plan(), run.hook.norms(), run.hook.synchronize(optimizers=True)
+        for read in (run.hook.stats, run.hook.plan, run.hook.norms):
+            read()
+        run.hook.synchronize(optimizers=True)
     weights = [flat(run.ddp.parameters())]
     run.save("per_rank")
     for residual in ("mean", "distributed"):
         again = run.save(residual)
-        tensors = [
-            each
-            for entry in again["hook"].get("parameters", {}).values()
-            for each in entry.values()
-        ]
-        assert not any(each.is_inference() for each in tensors if isinstance(each, torch.Tensor))
+        for entry in again["hook"].get("parameters", {}).values():
+            tensors = [value for value in entry.values() if isinstance(value, torch.Tensor)]
+            assert not any(tensor.is_inference() for tensor in tensors)
         run.train(1)
         weights.append(flat(run.ddp.parameters()))
         with caller.doing("close"):
@@ -145,17 +157,20 @@ def _handled(attach: Attach, caller: Caller, saved: dict[str, Any]) -> list[torc
 
 
 def _differing(attach: Attach, cases: dict[str, Caller]) -> list[str]:
-    """The names of the cases that train otherwise than without a mode."""
+    """Return the names of the cases that train otherwise than without a mode."""
     begun = Run(attach, Caller())
     begun.train(5)
     saved = begun.save("per_rank")
     expected = _handled(attach, Caller(), saved)
-    found = {name: _handled(attach, caller, saved) for name, caller in cases.items()}
-    return [name for name, weights in found.items() if not all(map(torch.equal, weights, expected))]
+    return [
+        name
+        for name, caller in cases.items()
+        if not all(map(torch.equal, _handled(attach, caller, saved), expected))
+    ]
 
 
 class _UsersState:
-    """The mean over the ranks with a momentum, as an example of a user's state."""
+    """A user's state: the momentum of the mean over the ranks."""
 
     def __init__(self) -> None:
         self.momentum = torch.zeros(1)
@@ -200,24 +215,18 @@ ATTACH: dict[str, Attach] = {
 
 def _in_every_mode(name: str) -> list[str]:
     cases = {mode: Caller(MODES[mode], HANDLING) for mode in MODES}
-    # A step in some of these modes is another step without a hook, too.
-    cases |= {
-        f"steps in {mode}": Caller(MODES[mode], {"backward"})
-        for mode in ("inference mode", "deterministic")
-    }
-    cases["optimizer in autocast"] = Caller(MODES["autocast"], {"optimizer step"})
+    # Under autocast a step is another step without a hook, too: test_precision.py.
+    steps = _all_of(torch.inference_mode, _deterministic)
+    cases["backward in inference mode, deterministic"] = Caller(steps, {"backward"})
     return _differing(ATTACH[name], cases)
 
 
 @pytest.mark.parametrize("name", ATTACH)
-def test_a_hook_that_is_handled_in_a_mode_trains_on_as_without_it(
-    run_ranks: Any, name: str
-) -> None:
+def test_a_hook_that_is_handled_in_a_mode_trains_as_without_it(run_ranks: Any, name: str) -> None:
     assert run_ranks(_in_every_mode, name) == [[], []]
 
 
-# ---- other ways in
-# --------------------------------------------------------------------------------------------------
+# ---- pickled states, sharded models
 
 
 def _pickled(caller: Caller) -> torch.Tensor:
@@ -245,7 +254,7 @@ def _pickled_in_every_mode() -> list[str]:
     ]
 
 
-def test_a_pickled_state_that_is_read_in_a_mode_trains_on(run_ranks: Any) -> None:
+def test_a_pickled_state_that_is_read_in_a_mode_trains_as_without_it(run_ranks: Any) -> None:
     assert run_ranks(_pickled_in_every_mode) == [[], []]
 
 
@@ -271,17 +280,21 @@ def _sharded_in_every_mode(hook: str, options: dict[str, Any]) -> list[str]:
     expected = _sharded(Caller(), hook, options)
     # fully_shard itself needs parameters that are made outside of inference mode and on their
     # device.
-    modes = {name: mode for name, mode in MODES.items() if name != "meta device by default"}
-    within = {"inference mode": {"save", "load"}}
-    found = {
-        n: _sharded(Caller(mode, within.get(n, HANDLING)), hook, options)
-        for n, mode in modes.items()
+    wide = _all_of(autocast, wide_by_default, _deterministic)
+    cases = {
+        "inference mode": Caller(torch.inference_mode, {"save", "load"}),
+        "autocast, float64 by default, deterministic": Caller(wide, HANDLING),
+        "no_grad, float16 by default": Caller(_all_of(torch.no_grad, narrow_by_default), HANDLING),
     }
-    return [name for name, gradients in found.items() if not torch.equal(gradients, expected)]
+    return [
+        name
+        for name, caller in cases.items()
+        if not torch.equal(_sharded(caller, hook, options), expected)
+    ]
 
 
 @pytest.mark.parametrize(("hook", "options"), [("powerSGD", POWERSGD), ("int4", {"start_iter": 1})])
-def test_a_sharded_model_is_handled_in_a_mode(
+def test_the_hook_of_a_sharded_model_that_is_handled_in_a_mode_trains_as_without_it(
     run_ranks: Any, hook: str, options: dict[str, Any]
 ) -> None:
     assert run_ranks(_sharded_in_every_mode, hook, options) == [[], []]

@@ -1,7 +1,6 @@
-"""What a compressor of one's own learns besides residuals is saved, told apart, resumed and
-refitted like a Q.
-"""
+"""The fields of a compressor of your own are saved, resumed, refitted and checked as Q is."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import registry
-from commhooks.checkpoint import payload as parts
+from commhooks.checkpoint import parts
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.inside import session_of
 from tests.support.models import (
@@ -43,23 +42,25 @@ def _hooked(**options: Any) -> tuple[Any, commhooks.CommHook]:
 
 
 def _train(ddp: Any, steps: range) -> list[dict[str, torch.Tensor]]:
-    # Every gradient is twice as large as the one before, so that it is clipped by what was
-    # remembered of that.
-    return [
-        backward(ddp, {n: g * 4.0**step for n, g in random_gradients(SHAPES, 0, step).items()})
-        for step in steps
-    ]
+    results = []
+    for step in steps:
+        # Every gradient is four times as large as the one before, so that it is clipped by what
+        # the compressor remembers of that.
+        gradients = random_gradients(SHAPES, 0, step)
+        scaled = {name: gradient * 4.0**step for name, gradient in gradients.items()}
+        results.append(backward(ddp, scaled))
+    return results
 
 
 def _saved(**options: Any) -> tuple[dict[str, Any], list[dict[str, torch.Tensor]]]:
-    """The state after some steps, and the gradients of those that follow."""
+    """Return the state after some steps, and the gradients of the steps that follow."""
     ddp, hook = _hooked(**options)
     _train(ddp, range(STEPS))
     saved = hook.state_dict("per_rank")
     return saved, _train(ddp, range(STEPS, 2 * STEPS))
 
 
-def test_a_resume_is_bit_equal() -> None:
+def test_a_run_with_a_further_field_resumes_to_the_bit() -> None:
     saved, after = _saved()
     assert {tuple(entry["largest"].shape) for entry in saved["parameters"].values()} == {(3,)}
     ddp, hook = _hooked()
@@ -74,7 +75,7 @@ def test_a_resume_is_bit_equal() -> None:
     )
 
 
-def test_the_parts_of_two_saves_are_told_apart() -> None:
+def test_the_parts_of_two_saves_that_differ_in_a_field_are_told_apart() -> None:
     saved, after = _saved()
     shared, part = parts.split(saved, 0)
     assert part is not None and parts.problem_of_part(parts.check_shared(shared), part, 0) is None
@@ -82,7 +83,7 @@ def test_the_parts_of_two_saves_are_told_apart() -> None:
     ddp, hook = _hooked()
     hook.load_state_dict(merged)
     assert all(map(bits_equal, _train(ddp, range(STEPS, 2 * STEPS)), after))
-    # Nothing but the further field is another one.
+    # Only the further field differs.
     entry = saved["parameters"]["wide"]
     saved["parameters"]["wide"] = entry | {"largest": entry["largest"] * 2}
     assert (
@@ -95,7 +96,7 @@ def test_the_parts_of_two_saves_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("remembered", [1, 2, 5])
-def test_it_is_refitted_where_an_option_has_changed(remembered: int) -> None:
+def test_a_field_is_refitted_when_an_option_has_changed(remembered: int) -> None:
     saved, _ = _saved()
     ddp, hook = _hooked(remembered=remembered)
     hook.load_state_dict(saved)
@@ -103,9 +104,8 @@ def test_it_is_refitted_where_an_option_has_changed(remembered: int) -> None:
         old = saved["parameters"][name]["largest"]
         assert torch.equal(largest, torch.cat([old, old[-1:], old[-1:]])[:remembered])
     _train(ddp, range(STEPS, STEPS + 1))
-    assert {tuple(each.shape) for each in session_of(hook).state["largest"].values()} == {
-        (remembered,)
-    }
+    for largest in session_of(hook).state["largest"].values():
+        assert largest.shape == (remembered,)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_it_is_refitted_where_an_option_has_changed(remembered: int) -> None:
         (torch.ones(3, 1), r"a largest of shape \(3, 1\)"),
     ],
 )
-def test_a_damaged_one_is_refused_by_name(damage: Any, text: str) -> None:
+def test_a_damaged_field_is_refused_by_name(damage: Any, text: str) -> None:
     saved, _ = _saved()
     saved["parameters"]["wide"]["largest"] = damage
     _, hook = _hooked()
@@ -127,17 +127,16 @@ def test_a_damaged_one_is_refused_by_name(damage: Any, text: str) -> None:
     assert not session_of(hook).state["largest"], "nothing has changed"
 
 
-def test_its_memory_is_planned() -> None:
+def test_the_memory_of_a_field_is_planned() -> None:
     ddp, hook = _hooked(remembered=5)
     _train(ddp, range(1))
     state = session_of(hook).state
     memory = hook.plan().memory
-    assert memory.factors == sum(each.nbytes for each in state["largest"].values()) > 0
-    assert memory.residual == sum(each.nbytes for each in state["residual"].values()) > 0
+    assert memory.factors == sum(largest.nbytes for largest in state["largest"].values()) > 0
+    assert memory.residual == sum(residual.nbytes for residual in state["residual"].values()) > 0
 
 
-# --------------------------------------------------------------------------------------------------
-# whole buckets
+# ---- fields of whole buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +151,9 @@ class AveragedCompressor(commhooks.Compressor[Averaged]):
     state_fields = (commhooks.StateField("average", per="bucket"),)
 
     def plan(self, parameters: Sequence[commhooks.ParameterInfo]) -> list[commhooks.UnitPlan]:
-        # The key is that of this very sequence of parameters: another bucket has another average.
-        numel, name = (
-            sum(info.numel for info in parameters),
-            "bucket of " + ", ".join(p.name for p in parameters),
-        )
+        # The key names this sequence of parameters: another bucket has another average.
+        numel = sum(info.numel for info in parameters)
+        name = "bucket of " + ", ".join(info.name for info in parameters)
         dtype = parameters[0].parameter.dtype
         return [
             commhooks.UnitPlan(
@@ -179,14 +176,14 @@ class AveragedCompressor(commhooks.Compressor[Averaged]):
 
 def _averaged() -> tuple[Any, commhooks.CommHook]:
     commhooks.register_compressor(AveragedCompressor)
-    # With find_unused_parameters each parameter has its bucket from the first pass on.
+    # With find_unused_parameters each parameter has its own bucket from the first pass on.
     ddp = DistributedDataParallel(
         Prescribed(SHAPES), bucket_cap_mb=EVERY_PARAMETER, find_unused_parameters=True
     )
     return ddp, commhooks.attach(ddp, Averaged())
 
 
-def test_those_of_whole_buckets_are_saved_and_told_apart() -> None:
+def test_the_fields_of_buckets_are_saved_and_told_apart() -> None:
     ddp, hook = _averaged()
     _train(ddp, range(STEPS))
     saved = hook.state_dict("per_rank")
@@ -203,11 +200,11 @@ def test_those_of_whole_buckets_are_saved_and_told_apart() -> None:
 
 
 @pytest.mark.parametrize("damage", [torch.full((400,), float("inf")), "text", None])
-def test_a_damaged_one_of_a_bucket_is_refused_by_name(damage: Any) -> None:
+def test_a_damaged_field_of_a_bucket_is_refused_by_name(damage: Any) -> None:
     ddp, hook = _averaged()
     _train(ddp, range(STEPS))
     saved = hook.state_dict("per_rank")
-    before = {name: each.clone() for name, each in session_of(hook).state["average"].items()}
+    before = copy.deepcopy(session_of(hook).state["average"])
     saved["batched_average"]["bucket of wide"] = damage
     with pytest.raises(commhooks.PayloadError, match=r"batched_average\['bucket of wide'\]"):
         hook.load_state_dict(saved)

@@ -1,7 +1,6 @@
-"""Saved payloads still load, to the bit, and train on as they did; what is saved today has the same
-form.
+"""Golden payloads load to the bit and train on as they did, and payloads keep their form.
 
-Whoever sees these tests fail has changed the format.
+If these tests fail, the format has changed.
 """
 
 from typing import Any
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.checkpoint import payload as payload_parts
+from commhooks.checkpoint import parts as payload_parts
 from commhooks.checkpoint.payload import VERSION
 from tests.golden import golden_runs
 from tests.golden.golden_runs import KINDS, SAVED_AT
-from tests.support.models import all_finite, relative_error, same_bits
+from tests.support.models import all_finite, bits_equal, relative_error
 
 GOLDEN: dict[str, Any] = torch.load(golden_runs.FILE, weights_only=True)
 
@@ -25,22 +24,23 @@ def resumed(worker_pool: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_is_what_was_saved_to_the_bit(resumed: Any, kind: str) -> None:
+def test_a_golden_payload_loads_to_the_bit(resumed: Any, kind: str) -> None:
     for rank in range(2):
-        found, saved = resumed[rank][kind], GOLDEN["saved"][rank][kind]
+        loaded = resumed[rank][kind]
+        saved = GOLDEN["saved"][rank][kind]
         if kind == "users":
-            assert form(found["users"]) == form(saved["hook_state"])
-            assert found["step"] == saved["step"] == found["users"]["calls"] // 3 == SAVED_AT
-            momentum = saved["hook_state"]["momentum"]
-            assert all(
-                same_bits(found["users"]["momentum"][key], each) for key, each in momentum.items()
-            )
+            assert form(loaded["users"]) == form(saved["hook_state"])
+            assert loaded["step"] == saved["step"] == loaded["users"]["calls"] // 3 == SAVED_AT
+            assert bits_equal(loaded["users"]["momentum"], saved["hook_state"]["momentum"])
             continue
         shared, part = saved if kind == "parts" else (saved, None)
-        assert found["step"] == shared["step"] == SAVED_AT
-        assert found["start"] == 1  # and not the 900 that the new hook was told
-        residuals = {name: residual_in(shared, part, name, rank) for name in shared["parameters"]}
-        residuals = {name: each.flatten() for name, each in residuals.items() if each is not None}
+        assert loaded["step"] == shared["step"] == SAVED_AT
+        assert loaded["start"] == 1  # and not 900, as the options of the new hook say
+        residuals = {}
+        for name in shared["parameters"]:
+            residual = residual_in(shared, part, name, rank)
+            if residual is not None:
+                residuals[name] = residual.flatten()
         q = {
             name: entry["q"].flatten(1)
             for name, entry in shared["parameters"].items()
@@ -51,23 +51,22 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(resumed: Any, kind: str) ->
             ["bias", "conv", "wide"] if kind == "batched" else ["conv", "wide"]
         )
         assert len(q) == (1 if kind == "batched" else 2)
-        for loaded, expected in ((found["residuals"], residuals), (found["q"], q)):
-            assert loaded.keys() == expected.keys()
-            assert all(same_bits(loaded[name], expected[name]) for name in expected)
+        assert bits_equal(loaded["residuals"], residuals)
+        assert bits_equal(loaded["q"], q)
 
 
 def residual_in(shared: Any, part: Any, name: str, rank: int) -> torch.Tensor | None:
-    """This rank's, or the mean."""
+    """Return the residual that this rank loads: its own, or the mean."""
     if part is not None:
         return part["residuals"].get(name)
     residual = shared["parameters"][name]["residual"]
-    return (
-        residual[shared["residual_ranks"].index(rank)] if isinstance(residual, list) else residual
-    )
+    if isinstance(residual, list):
+        return residual[shared["residual_ranks"].index(rank)]
+    return residual
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_as_it_did_then(resumed: Any, kind: str) -> None:
+def test_a_run_from_a_golden_payload_has_the_golden_gradients(resumed: Any, kind: str) -> None:
     first, second = (resumed[rank][kind]["gradients"] for rank in range(2))
     for step, then in enumerate(GOLDEN["gradients"][kind]):
         assert all_finite(then.values()) and first[step].keys() == then.keys()
@@ -77,7 +76,7 @@ def test_training_goes_on_as_it_did_then(resumed: Any, kind: str) -> None:
             assert relative_error(first[step][name], then[name]) < 1e-5, name
 
 
-def test_the_expected_gradients_tell_the_hooks_apart() -> None:
+def test_the_golden_gradients_differ_between_hooks() -> None:
     expected = {kind: steps[0]["wide"] for kind, steps in GOLDEN["gradients"].items()}
     for kind in ("mean", "parts"):
         assert relative_error(expected[kind], expected["gathered"]) < 1e-5
@@ -85,8 +84,7 @@ def test_the_expected_gradients_tell_the_hooks_apart() -> None:
         assert relative_error(expected[kind], expected["gathered"]) > 1e-2
 
 
-# ----------------------------------------------------------------------------------- what is saved
-# today has its form
+# ---- the form of what is saved today
 
 
 @pytest.fixture(scope="module")
@@ -95,27 +93,26 @@ def saved_today(worker_pool: Any) -> list[dict[str, Any]]:
 
 
 def form(value: Any) -> Any:
-    """Everything but the options, the numbers of tensors and the fingerprints."""
+    """Return all types and values except options, fingerprints and the numbers in tensors."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.device}"
     if isinstance(value, dict):
         return {
-            key: type(each) if key in ("fingerprint", "options") else form(each)
-            for key, each in value.items()
+            key: type(item) if key in ("fingerprint", "options") else form(item)
+            for key, item in value.items()
         }
     if isinstance(value, list):
-        return [form(each) for each in value]
+        return [form(item) for item in value]
     return value
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_form_is_that_of_today(saved_today: Any, kind: str) -> None:
+def test_a_payload_has_the_form_of_the_golden_one(saved_today: Any, kind: str) -> None:
     for today, then in zip(saved_today, GOLDEN["saved"], strict=True):
         assert form(today[kind]) == form(then[kind])
 
 
-# --------------------------------------------------------------------------------------------------
-# other versions
+# ---- other versions
 
 
 def _refused(saved: dict[str, Any], hook: str, strict: bool) -> tuple[str, int]:
@@ -138,9 +135,7 @@ OTHER = (
 def test_another_version_is_refused_by_name(
     run_ranks: Any, kind: str, hook: str, strict: bool
 ) -> None:
-    """Whatever else it may hold: another version may have other keys, and strict=False does not
-    help.
-    """
+    """Another version may have other keys, and strict=False does not help."""
     saved = GOLDEN["saved"][0][kind]
     other = {key: saved[key] for key in ("format", "hook")} | {
         "version": VERSION + 1,

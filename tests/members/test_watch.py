@@ -1,0 +1,116 @@
+"""The end of a process is seen at its sockets; a process that stands still is not dead."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from commhooks.members.state_server import open_watch
+from commhooks.members.watch import Watch
+from tests.support import warm
+from tests.support.repository import PYTHONPATH
+
+_MACHINE = """
+import os, sys, time
+from commhooks.members.state_server import StateServer
+server = StateServer("127.0.0.1", 60.0, lambda: {"id": "a:1"})
+print(server.address, flush=True)
+sys.stdin.readline()
+child = os.fork()
+if child == 0:  # a worker of a DataLoader, which outlives the machine
+    time.sleep(30)
+print(os.getpid(), child, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def machine() -> Iterator["subprocess.Popen[str]"]:
+    command = [warm.python("commhooks.members.state_server"), "-c", _MACHINE]
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+class Watched:
+    """A watch of the machine a at `server`."""
+
+    def __init__(self, server: str) -> None:
+        self.died = list[str]()
+        self.opened = 0
+        self.watch = Watch(self.died.append, self._open)
+        self.watch.follow({"a:1": server})
+        assert self.eventually(lambda: self.opened == 1, 10.0)
+
+    def _open(self, machine: str, server: str) -> socket.socket:
+        connection = open_watch(machine, server)
+        self.opened += 1
+        return connection
+
+    def eventually(self, met: Callable[[], bool], limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        while not met() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return met()
+
+
+def test_a_process_that_was_killed_is_dead_at_once(machine: "subprocess.Popen[str]") -> None:
+    """Also if it has forked one that lives; while it stands still, it is not."""
+    assert machine.stdin is not None and machine.stdout is not None
+    watched = Watched(machine.stdout.readline().strip())
+    print("go on", file=machine.stdin, flush=True)
+    pid, child = map(int, machine.stdout.readline().split())
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGSTOP)
+    assert not watched.eventually(lambda: bool(watched.died), 1.5)
+    os.kill(pid, signal.SIGKILL)
+    try:
+        assert watched.eventually(lambda: watched.died == ["a:1"], 10.0)
+        os.kill(child, 0)  # it is still there
+    finally:
+        os.kill(child, signal.SIGKILL)
+    watched.watch.close()
+
+
+def test_a_connection_that_breaks_is_no_death() -> None:
+    """The machine takes another connection."""
+    opened = list[socket.socket]()
+
+    def connect(machine: str, server: str) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        opened.append(theirs)
+        return ours
+
+    died = list[str]()
+    watch = Watch(died.append, connect)
+    watch.follow({"a:1": "somewhere"})
+    for number in (1, 2, 3):
+        deadline = time.monotonic() + 5.0
+        while len(opened) < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        opened[-1].close()
+    watch.close()
+    assert not died
+
+
+def test_a_host_that_does_not_answer_is_no_death() -> None:
+    calls = list[str]()
+
+    def connect(machine: str, server: str) -> socket.socket:
+        calls.append(machine)
+        raise OSError("no route to host")
+
+    died = list[str]()
+    watch = Watch(died.append, connect)
+    watch.follow({"a:1": "somewhere"})
+    time.sleep(0.3)
+    watch.close()
+    assert calls and not died

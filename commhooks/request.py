@@ -227,7 +227,8 @@ class HookRequest:
         for name in ("wrapper", "check_every", "ranks_per_node", "members"):
             unused[name] = common.pop(name, None)
         ignored = tuple(name for name, value in unused.items() if value is not None)
-        return cls(OFF, ignored=ignored, **common)
+        name = OFF if common["shards"] is None else "shards"
+        return cls(name, ignored=ignored, **common)
 
     @classmethod
     def _of_callable(
@@ -300,12 +301,17 @@ class HookRequest:
 
     @property
     def off(self) -> bool:
-        return self.config is None and self.factory is None and self.function is None
+        """Whether nothing is attached."""
+        return self._has_no_hook and self.shards is None
 
     @property
     def shards_alone(self) -> bool:
-        """Whether FSDP2's own collectives are compressed, and no hook averages."""
-        return self.off and self.shards is not None
+        """Whether FSDP2's own collectives are compressed, and there is no hook."""
+        return self._has_no_hook and self.shards is not None
+
+    @property
+    def _has_no_hook(self) -> bool:
+        return self.config is None and self.factory is None and self.function is None
 
     def as_plain_average(self) -> "HookRequest":
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())

@@ -166,9 +166,8 @@ def attach_request(
         _process_group_of_one(model)
     alone = request.shards_alone and replicate_group is None and isinstance(model, FSDPModule)
     if alone:
-        from commhooks.hook.shards_hook import NAME, source_without_replicas
+        from commhooks.hook.shards_hook import source_without_replicas
 
-        request = dataclasses.replace(request, name=NAME)
         source = source_without_replicas(model, process_group)
     else:
         source = source_of(
@@ -180,11 +179,11 @@ def attach_request(
             accumulates=accumulates,
         )
     check_arrangement(request, source)
-    if request.off and not source.from_ddp and not alone:
+    if (request.off or request.shards_alone) and not source.from_ddp and not alone:
         request = request.as_plain_average()
     hook, state = _agreed_hook(request, source, loss_scale, total_steps)
     attached = CommHook(request, hook, source, _shards_of(request, hook, source))
-    if not request.off or request.shards is not None:
+    if not request.off:
         attached._register(state, on_unused)
         if total_steps is not None:
             attached.will_end(total_steps)
@@ -210,7 +209,7 @@ def _agreed_hook(
 
 
 def _log_attached(request: HookRequest, hook: Hook, source: GradientSource) -> None:
-    if request.off and request.shards is None:  # no line follows the first backward pass
+    if request.off:  # no hook will log a summary in the first backward pass
         ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
         log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
     elif source.module is not None:

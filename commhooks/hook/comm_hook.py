@@ -176,6 +176,9 @@ class CommHook:
         if the outcome of recent steps is unread. A value is None if it is unknown (the bytes of a
         user's function) or does not exist for this hook:
 
+        - `shards`: what FSDP2's own collectives have sent, if they are compressed: "gathers",
+          "scatters", "bytes_sent", "bytes_sent_last_step", "bytes_inside_nodes",
+          "bytes_uncompressed", "kernel".
         - `so_far`: the counters that a checkpoint holds, including earlier runs.
         - `kernel`: "native" for a native kernel, "torch" otherwise.
         - `chosen`, `chosen_at`: for "auto", the chosen hook, and the step at which it was chosen.

@@ -45,9 +45,9 @@ def prepared(
     request cannot be served for this model.
     """
     kind = HookConfig.kind if request.config is None else request.config.kind
-    if request.config is None and not request.off:
-        kind = FUNCTION
-    elif request.shards_alone:
+    if request.shards_alone:
         kind = SHARDS
+    elif request.config is None and not request.off:
+        kind = FUNCTION
     made: Prepared = importlib.import_module(kind).prepare(request, source, binding, total_steps)
     return made

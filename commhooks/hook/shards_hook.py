@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -42,8 +43,9 @@ def prepare(
 
 
 def source_without_replicas(
-    model: FSDPModule, process_group: dist.ProcessGroup | None
+    model: torch.nn.Module, process_group: dist.ProcessGroup | None
 ) -> GradientSource:
+    assert isinstance(model, FSDPModule)
     return sharded_source(model, process_group, None, one_replica=True, kind=OneReplica)
 
 
@@ -235,7 +237,6 @@ def shards_summary(shards: AttachedShards) -> str:
     if "int8" in (shards.options.weights, shards.options.gradients):
         details.append(f"blocks of {shards.options.block_size}")
         details += ["native kernel"] if shards.native else []
-
     details += [shards.arrangement] if shards.arrangement else []
     begin = f"{NAME} ({'; '.join(details)}): "
     if shards.ranks == 1:

@@ -55,8 +55,8 @@ class HookArguments(DistributedDataParallelKwargs):
         """DDP arguments of transformers' Trainer; used for arguments that the user has not given.
         """
         self._settings: Settings | None = None
-        asks = not {"hook", "shards"}.isdisjoint(self.given) or stock_hooks.given_in(self)
-        asks = asks or self.hook is not None or self.shards is not None
+        said = self.hook is not None or self.shards is not None or "hook" in self.given
+        asks = said or stock_hooks.given_in(self)
         settings = None if asks else Settings.from_environment()
         if settings is not None:
             settings.check()

@@ -259,7 +259,7 @@ def _typed(source: str, values: Any) -> dict[str, Any]:
         if name not in TYPES:
             names = TYPES if "hook" in values else [*TYPES, SECTION]
             raise no_such(source, "setting", str(name), names)
-    if "hook" not in values:
+    if "hook" not in values and values.get("shards") is None:
         raise HookConfigError(f"{source}: hook is missing; expected its name, e.g. 'powerSGD'")
     if means_no_hook(values["hook"]):
         values = values | {"hook": OFF}

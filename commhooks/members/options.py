@@ -1,8 +1,9 @@
 """`commhooks.Torchft`: the options of machines that come and go."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from commhooks.errors import invalid
+from commhooks.errors import HookConfigError, invalid
+from commhooks.members.secret import check_secret
 from commhooks.options import as_python
 
 
@@ -18,6 +19,9 @@ class Torchft:
         leave_s: seconds that a machine which leaves waits until the others come to their outer
             step.
         name: name of this machine, different on every machine. None: the host name.
+        secret: a text that all machines of the run share, 16 characters or more. A machine without
+            it does not take part, and is shown nothing. None: the environment variable
+            COMMHOOKS_SECRET; without it, there is no secret.
     """
 
     lighthouse: str | None = None
@@ -25,6 +29,7 @@ class Torchft:
     timeout_s: float = 60.0
     leave_s: float = 20.0
     name: str | None = None
+    secret: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for option in ("min_machines", "timeout_s", "leave_s"):
@@ -41,6 +46,12 @@ class Torchft:
             value = getattr(self, option)
             if not isinstance(value, str | None) or value == "":
                 raise invalid(f"Torchft: {option}", value, "a text, or None")
+        if self.secret is not None:
+            if not isinstance(self.secret, str):
+                raise HookConfigError(
+                    f"Torchft: secret is a {type(self.secret).__name__}; expected a text, or None"
+                )
+            check_secret(self.secret, "Torchft: secret")
 
 
 def torchft_of(given: object) -> Torchft | None:

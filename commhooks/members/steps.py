@@ -225,12 +225,20 @@ class MachinePartner:
         if lighthouse is not None:
             with span("quorum", self.name):
                 quorum = lighthouse.quorum(report, deadline)
-            text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
+            text = json.dumps(
+                {
+                    "orphaned": lighthouse.heartbeats.orphaned,
+                    "refusal": lighthouse.refusal,
+                    "quorum": quorum or [],
+                }
+            )
         content = json.loads(self._ranks.first_text(text))
         if content["orphaned"]:
             raise HookRunError(
                 "members: the torchrun that has started this machine is gone, so the machine ends"
             )
+        if content["refusal"]:
+            raise AttachError(f"members: {content['refusal']}")
         reports, strangers = read_all(content["quorum"])
         if lighthouse is not None:
             lighthouse.seen(reports)

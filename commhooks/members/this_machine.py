@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.members.addresses import check_interface, own_host
+from commhooks.members.client import Client
 from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
 from commhooks.members.options import Torchft
 from commhooks.members.peers import Connections, RanksOfMachine
+from commhooks.members.secret import key_of
 from commhooks.members.state_server import StateServer
 
 
@@ -45,7 +47,9 @@ class ThisMachine:
         )
         self.id = ranks.first_text(own_id)
         self.store = ""
-        self.connections = Connections(self.id, ranks.shard, device, options.timeout_s)
+        self.key = key_of(options.secret)
+        self.client = Client(self.key)
+        self.connections = Connections(self.id, ranks.shard, device, self.timeout_s, self.client)
         failure = ""
         try:
             self._open(options, device)
@@ -70,7 +74,7 @@ class ThisMachine:
         if device.type == "cpu":
             check_interface(host)
         self.server = StateServer(
-            host, options.timeout_s, self.connections.status, self._is_waited_for
+            host, self.timeout_s, self.connections.status, self._is_waited_for, self.key
         )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
@@ -80,9 +84,14 @@ class ThisMachine:
                 self.id,
                 self.server.address,
                 self.store,
-                lambda: options.timeout_s,
+                self.timeout_s,
                 self.lines,
+                self.key,
             )
+
+    def timeout_s(self) -> float:
+        """Return after how many seconds a machine is given up that does not answer or move."""
+        return self.options.timeout_s
 
     def _is_waited_for(self) -> None:
         if self.lighthouse is not None:

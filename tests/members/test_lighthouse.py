@@ -16,6 +16,7 @@ pytest.importorskip("torchft", reason="torchft is not installed")
 
 from torchft.coordination import LighthouseClient, LighthouseServer
 
+from commhooks.members.client import Client
 from commhooks.members.lighthouse import Absent, Lighthouse, id_of, next_name
 from commhooks.members.lines import Lines
 from commhooks.members.peers import Connections
@@ -33,7 +34,7 @@ class Simulated:
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
         self.id, self.number = f"{name}:1", 0
         status = {"id": self.id}
-        self.server = StateServer("127.0.0.1", 60.0, lambda: status, self.waited_for)
+        self.server = StateServer("127.0.0.1", lambda: 60.0, lambda: status, self.waited_for)
         self.lighthouse = Lighthouse(
             address,
             self.id,
@@ -262,8 +263,8 @@ def connections(
 ) -> tuple[Connections, StateServer, Report]:
     import torch
 
-    made = Connections(f"{name}:1", 0, torch.device("cpu"), timeout_s)
-    server = StateServer("127.0.0.1", 60.0, status or made.status)
+    made = Connections(f"{name}:1", 0, torch.device("cpu"), lambda: timeout_s, Client())
+    server = StateServer("127.0.0.1", lambda: 60.0, status or made.status)
     return made, server, Report(id=f"{name}:1", servers=(server.address,), store=server.address)
 
 

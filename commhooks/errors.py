@@ -1,6 +1,4 @@
-"""Exceptions, all derived from `CommHookError`, and helpers for their messages; loggers; versions
-of the frameworks.
-"""
+"""Exceptions, all derived from `CommHookError`, and their messages; loggers; versions."""
 
 import atexit
 import contextlib
@@ -82,38 +80,40 @@ def listed(values: Iterable[object], separator: str = ", ") -> str:
 
 
 def invalid(where: str, value: object, expected: str, near: Iterable[str] = ()) -> HookConfigError:
-    """Return the error about the `value` of an argument, option or setting. `where`: its name or
-    key path; `near`: valid values, to suggest the closest.
+    """Return the error about the `value` of an argument, option or setting.
+
+    `where`: its name or key path. `near`: valid values, to suggest the closest.
     """
     hint = did_you_mean(value, near) if isinstance(value, str) else ""
     return HookConfigError(f"{where}={shown(value)}; expected {expected}{hint}")
 
 
-def no_such(whose: str, kind: str, name: str, known: Collection[str]) -> HookConfigError:
+def no_such(whose: str, kind: str, name: str, names: Collection[str]) -> HookConfigError:
     """Return the error about an unknown `name`. `kind`: "argument", "option" or "setting"."""
-    if not known:
+    if not names:
         return HookConfigError(f"{whose} has no {kind}s, got {name!r}")
-    options = (
-        "; options of the hook go into hook_options"
-        if kind == "argument" and "hook_options" in known
-        else ""
-    )
-    meant = did_you_mean(name, known)
+    hint = ""
+    if kind == "argument" and "hook_options" in names:
+        hint = "; options of the hook go into hook_options"
+    meant = did_you_mean(name, names)
     return HookConfigError(
-        f"{whose} has no {kind} {name!r}{meant}; known are {', '.join(known)}{options}"
+        f"{whose} has no {kind} {name!r}{meant}; known are {', '.join(names)}{hint}"
     )
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return `" (did you mean 'x'?)"`, or "" if no candidate begins with `name` ("start" for
-    "start_iter"), is spelt similarly, or contains `name` ("rank" for "matrix_approximation_rank",
-    but not for "ranks_per_node").
+    """Return `" (did you mean 'x'?)"`, or "" if no candidate is similar.
+
+    A similar one begins with `name` ("start" for "start_iter"), is spelt similarly, or contains
+    `name` ("rank" for "matrix_approximation_rank", but not for "ranks_per_node").
     """
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    given, long = name.lower(), len(name) > 2
-    contain = [each for each in by_lower if long and given in each.replace(f"{given}s", "")]
-    matches = sorted((each for each in contain if each.startswith(given)), key=len)
-    matches += difflib.get_close_matches(given, by_lower, n=1, cutoff=0.5 if len(name) > 4 else 0.6)
+    typed = name.lower()
+    contain = []
+    if len(name) > 2:
+        contain = [lower for lower in by_lower if typed in lower.replace(f"{typed}s", "")]
+    matches = sorted((lower for lower in contain if lower.startswith(typed)), key=len)
+    matches += difflib.get_close_matches(typed, by_lower, n=1, cutoff=0.5 if len(name) > 4 else 0.6)
     matches += contain
     return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 
@@ -133,8 +133,9 @@ class _Logger(_Adapter):
 
 
 def logger_of(module: str) -> _Logger:
-    """Return the logger of a module. It prefixes warnings with "commhooks:". Other records are
-    unchanged, because torch's hooks log the same lines.
+    """Return the logger of a module, which prefixes warnings with "commhooks:".
+
+    Other records are unchanged, because torch's hooks log the same lines.
     """
     return _Logger(logging.getLogger(module), None)
 
@@ -153,10 +154,11 @@ def log_summary(line: str) -> None:
 
 @contextlib.contextmanager
 def print_error_on_rank_zero() -> Iterator[None]:
-    """Context manager: rank 0 prints the message of a CommHookError that the body raises. All ranks
-    raise such errors, and their interleaved tracebacks would hide the message. A single process
-    prints it as its last line if it ends by an error of another library that holds the message
-    somewhere in the middle.
+    """Context manager: rank 0 prints the message of a CommHookError that the body raises.
+
+    All ranks raise such errors, and their interleaved tracebacks would hide the message. A single
+    process prints it as its last line if it ends by an error of another library that holds the
+    message somewhere in the middle.
     """
     try:
         yield
@@ -164,12 +166,11 @@ def print_error_on_rank_zero() -> Iterator[None]:
         import torch.distributed as dist  # local, because it is slow to import
 
         if dist.is_initialized():
-            rank, ranks = dist.get_rank(), dist.get_world_size()
+            rank = dist.get_rank()
+            ranks = dist.get_world_size()
         else:  # set by launchers
-            rank, ranks = (
-                int(os.environ.get(name) or default)
-                for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
-            )
+            rank = int(os.environ.get("RANK") or 0)
+            ranks = int(os.environ.get("WORLD_SIZE") or 1)
         if rank == 0:
             atexit.unregister(_repeat_if_buried)
             atexit.register(_repeat_if_buried, str(error))
@@ -184,8 +185,9 @@ def _print_error(message: str) -> None:
 
 
 def _repeat_if_buried(message: str) -> None:
-    """Print `message` if the error that ends the process was raised by somebody who has caught
-    ours: jsonargparse puts its values below our sentence, and Hydra the name of a key.
+    """Print `message` if another library has caught our error and raised its own.
+
+    jsonargparse puts its values below our sentence, and Hydra the name of a key.
     """
     last = getattr(sys, "last_value", None)  # set by Python for the traceback that it has printed
     if isinstance(last, CommHookError):
@@ -222,8 +224,9 @@ def check_version(framework: ModuleType) -> None:
 
 @contextlib.contextmanager
 def needed(*packages: str, sentence: str) -> Iterator[None]:
-    """Context manager for importing `packages`, which are keys of `OLDEST`. Raises ImportError if a
-    package is too old, or with the message `sentence` if one is not installed.
+    """Context manager for importing `packages`, which are keys of `OLDEST`.
+
+    Raises ImportError if a package is too old, or, with the message `sentence`, is not installed.
     """
     try:
         yield
@@ -231,10 +234,10 @@ def needed(*packages: str, sentence: str) -> Iterator[None]:
         if error.name not in packages:
             raise
         raise ImportError(sentence) from error
-    for each in packages:
-        check_version(sys.modules[each])
+    for package in packages:
+        check_version(sys.modules[package])
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+){0,2}", version)
-    return tuple(map(int, f"{found[0]}.0.0".split(".")))[:3] if found else (0, 0, 0)
+    leading = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(map(int, f"{leading[0]}.0.0".split(".")))[:3] if leading else (0, 0, 0)

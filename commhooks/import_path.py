@@ -1,6 +1,4 @@
-"""Import an object by the path that a user has written: "package.module:name" or
-"folder/file.py:name".
-"""
+"""Import an object by the path that a user has written, such as "package.module:name"."""
 
 import importlib
 import os
@@ -11,11 +9,12 @@ from typing import Any
 from commhooks.errors import HookConfigError, did_you_mean
 
 
-def import_path(path: str, said: str, *, kind: str = "function") -> Any:
-    """Import the object at `path`: "package.module:name" or "folder/file.py:name", where `name` may
-    contain dots. Raises HookConfigError if the path is malformed, or the file, module or name does
-    not exist; other errors of the import propagate. `said`, `kind`: the path and the expected kind
-    of object in messages.
+def import_path(path: str, subject: str, *, kind: str = "function") -> Any:
+    """Import the object at `path`: "package.module:name" or "folder/file.py:name".
+
+    `name` may contain dots. Raises HookConfigError if the path is malformed, or the file, module or
+    name does not exist; other errors of the import propagate. `subject`, `kind`: the path and the
+    expected kind of object in messages.
 
     The path of a file is relative to the current folder, or absolute, or begins with "~".
     "folder/file.py" is imported as `folder.file`; a file outside of the current folder as by
@@ -30,38 +29,37 @@ def import_path(path: str, said: str, *, kind: str = "function") -> Any:
     file = None
     if module_name.endswith(".py") and name:
         file = Path(os.path.abspath(Path(module_name).expanduser()))
-        module_name = _module_name(file, said)
+        module_name = _module_name(file, subject)
     # A path from a YAML file or a flag has no base package, so it cannot be relative.
     if not all((*module_name.split("."), *name.split("."))):
         raise HookConfigError(
-            f"{said} is not a path: expected 'package.module:{kind}' with the full name of the"
+            f"{subject} is not a path: expected 'package.module:{kind}' with the full name of the"
             f" module, or 'folder/file.py:{kind}'"
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        module: Any = importlib.import_module(module_name)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
             f"{error.name}."
         )
         hint = f"; start where `import {module_name}` works" if missing else ""
-        raise HookConfigError(f"{said}: cannot import {module_name!r}: {error}{hint}") from error
-    if file is not None and not _is_of(found, file):
-        other = getattr(found, "__file__", None) or "a built-in module"
+        raise HookConfigError(f"{subject}: cannot import {module_name!r}: {error}{hint}") from error
+    if file is not None and not _is_of(module, file):
+        origin = getattr(module, "__file__", None) or "a built-in module"
         raise HookConfigError(
-            f"{said}: `import {module_name}` finds {other} instead of {file}: rename one of them"
+            f"{subject}: `import {module_name}` finds {origin} instead of {file}: rename one of"
+            " them"
         )
-    return _attribute(found, module_name, name, said)
+    return _attribute(module, module_name, name, subject)
 
 
-def _module_name(file: Path, said: str) -> str:
-    """Return the name by which `file` is imported, and put the folder from which it is imported
-    into `sys.path`.
-    """
+def _module_name(file: Path, subject: str) -> str:
+    """Return the name by which `file` is imported, and put its root folder into `sys.path`."""
     if not file.is_file():
-        raise HookConfigError(f"{said}: there is no file {str(file)!r}")
+        raise HookConfigError(f"{subject}: there is no file {str(file)!r}")
     if "." in file.stem:
         raise HookConfigError(
-            f"{said}: Python cannot import a file with a '.' in its name: rename it"
+            f"{subject}: Python cannot import a file with a '.' in its name: rename it"
         )
     root = Path.cwd()
     if not file.is_relative_to(root) or any(
@@ -80,14 +78,15 @@ def _is_of(module: Any, file: Path) -> bool:
     return source is not None and os.path.samefile(source, file)
 
 
-def _attribute(module: Any, module_name: str, name: str, said: str) -> Any:
-    found, where = module, module_name
+def _attribute(module: Any, module_name: str, name: str, subject: str) -> Any:
+    target = module
+    where = module_name
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError:
             raise HookConfigError(
-                f"{said}: {where!r} has no {part!r}{did_you_mean(part, dir(found))}"
+                f"{subject}: {where!r} has no {part!r}{did_you_mean(part, dir(target))}"
             ) from None
         where = f"{where}.{part}"
-    return found
+    return target

@@ -1,6 +1,7 @@
-"""The options of hooks: one frozen dataclass per hook for Python, YAML, the environment, flags and
-checkpoints. OmegaConf checks and converts each value. Options have the names that torch's hooks use
-for their arguments.
+"""The base of the options of hooks: a frozen dataclass for each hook.
+
+It serves Python, YAML, the environment, flags and checkpoints. OmegaConf checks and converts each
+value. Options have the names that torch's hooks use for their arguments.
 """
 
 import dataclasses
@@ -66,8 +67,10 @@ class HookConfig:
     """True for a hook that averages weights once in several steps, in place of gradients. It needs
     no wrapper around the model.
     """
-    kind: ClassVar[str] = "compressor"
-    """What runs the hook: a key of `hook.kinds.KINDS`."""
+    kind: ClassVar[str] = "commhooks.hook.compressor_hook"
+    """The module that runs the hook. It has a function `prepare`, with the arguments of
+    `hook.kinds.prepared`, and is imported when it is used.
+    """
     start_option: ClassVar[str | None] = None
     """Name of the field that holds the first compressed step. The field's value is an int for a
     number of steps, a float for a fraction of the run, or None for 10 % of the run (at most 1000
@@ -80,7 +83,7 @@ class HookConfig:
     def __new__(cls: type[ConfigT], **options: Any) -> ConfigT:
         # The TypeError that `__init__` raises for an unknown keyword would not suggest a similar
         # name.
-        names = [each.name for each in dataclasses.fields(cls)]
+        names = [option.name for option in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
                 raise no_such(
@@ -91,7 +94,8 @@ class HookConfig:
     def __post_init__(self) -> None:
         # Configs from Python and from YAML must compare equal across ranks. This also copies lists.
         hints = typing.get_type_hints(type(self))
-        for name in (each.name for each in dataclasses.fields(self)):
+        for option in dataclasses.fields(self):
+            name = option.name
             value = converted(f"{type(self).__name__}: {name}", getattr(self, name), hints[name])
             object.__setattr__(self, name, value)
         if self.start_option is not None:
@@ -109,11 +113,9 @@ class HookConfig:
         return 0 if self.start_option is None else getattr(self, self.start_option)
 
     def with_start(self: ConfigT, start: int) -> ConfigT:
-        return (
-            self
-            if self.start_option is None
-            else dataclasses.replace(self, **{self.start_option: start})
-        )
+        if self.start_option is None:
+            return self
+        return dataclasses.replace(self, **{self.start_option: start})
 
     def resolved(self: ConfigT, total_steps: int | None) -> ConfigT:
         """Return a copy whose start is a number of steps.
@@ -159,17 +161,19 @@ class HookConfig:
 
 
 def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
-    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError. Text for a
-    number or bool is parsed as YAML, because the environment and flags pass text. Numbers and bools
-    of numpy are taken as Python's. An int for a bool is an error, although OmegaConf would convert
-    it.
+    """Convert `value` to the type `hint` as OmegaConf does, or raise HookConfigError.
+
+    Text for a number or bool is parsed as YAML, because the environment and flags pass text.
+    Numbers and bools of numpy are taken as Python's. An int for a bool is an error, although
+    OmegaConf would convert it.
 
     Args:
         where: argument, key path or option, for the message.
         hint: bool, int, float, str, list[str], dict[str, Any], or a union of these with None.
         expected: the expected value in words, for the message; "": the type.
     """
-    value, kinds = as_python(plain(where, value)), _members(hint)
+    value = as_python(plain(where, value))
+    kinds = _members(hint)
     try:
         read = list(value) if isinstance(value, tuple) else value  # OmegaConf 2.3 takes no tuple
         if isinstance(value, str) and value.strip() and not {bool, int, float}.isdisjoint(kinds):
@@ -186,23 +190,22 @@ def converted(where: str, value: Any, hint: Any, expected: str = "") -> Any:
 
 
 def as_python(value: Any) -> Any:
-    """Return a scalar of numpy, such as `np.int64(2)` or `np.bool_(True)`, as Python's; anything
-    else as it is.
-    """
+    """Return a scalar of numpy, such as `np.int64(2)`, as Python's; anything else as it is."""
     numpy = sys.modules.get("numpy")  # if nobody has imported it, `value` is not of it
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def check_choice(where: str, value: object, choices: Collection[object]) -> None:
     if value not in choices:
-        near = [each for each in choices if isinstance(each, str)]
+        near = [choice for choice in choices if isinstance(choice, str)]
         raise invalid(where, value, f"one of {', '.join(map(repr, choices))}", near)
 
 
 def plain(where: str, value: Any) -> Any:
-    """Convert an OmegaConf container, such as Hydra passes, to a dict or list. Raises
-    HookConfigError if a value is missing ("???") or an interpolation cannot be resolved. `where`:
-    argument, key path or file, for the message.
+    """Convert an OmegaConf container, such as Hydra passes, to a dict or list.
+
+    Raises HookConfigError if a value is missing ("???") or an interpolation cannot be resolved.
+    `where`: argument, key path or file, for the message.
     """
     if not OmegaConf.is_config(value):
         return value

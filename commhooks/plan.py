@@ -141,8 +141,8 @@ class ModelPlan:
                 for p in self.parameters
             ],
             "buckets": [
-                dataclasses.asdict(each) | {"parameters": list(each.parameters)}
-                for each in self.buckets
+                dataclasses.asdict(bucket) | {"parameters": list(bucket.parameters)}
+                for bucket in self.buckets
             ],
         }
 
@@ -241,14 +241,14 @@ def whole_plan(
     reduction: FlatReduction = FLAT,
 ) -> ModelPlan:
     by_name = {row.name: row for row in rows}
-    known = [[by_name[name] for name in bucket] for bucket in buckets]
+    rows_by_bucket = [[by_name[name] for name in bucket] for bucket in buckets]
     return ModelPlan(
         f"{hook}: {compressor.label}" if compressor.label else hook,
         tuple(rows),
         compressor.wire_dtype,
         compressor.start_step,
         selective=compressor.selective,
-        memory=reduction.memory_plan(compressor, rows, known or [rows]),
+        memory=reduction.memory_plan(compressor, rows, rows_by_bucket or [rows]),
         arrangement=reduction.description,
         bucket_names=tuple(map(tuple, buckets)),
         bytes_per_save=(
@@ -260,9 +260,12 @@ def whole_plan(
 
 @dataclass(frozen=True)
 class SavedBy:
-    """Says how a hook's residuals are saved: `form` ("mean", "per_rank" or "drop"), the number of
-    ranks that save together (with a sharded model, that hold the same shard), and the number of
-    shards of the model.
+    """Says how a hook's residuals are saved.
+
+    Attributes:
+        form: "mean", "per_rank" or "drop".
+        ranks: how many ranks save together; with a sharded model, hold the same shard.
+        shards: the number of shards of the model.
     """
 
     form: str
@@ -280,7 +283,8 @@ class SavedBy:
 def session_plan(
     hook: str, session: ExchangeDriver, sparse: Collection[int], saved_by: SavedBy
 ) -> ModelPlan:
-    compressor, consensus = session.compressor, session.consensus
+    compressor = session.compressor
+    consensus = session.consensus
     rows = parameter_plans(compressor, consensus.binding.names, sparse)
     if rows:
         buckets = consensus.buckets.names() if session.has_run else ()
@@ -313,7 +317,11 @@ def plan_model(
             f"hook {request.name!r} is a function, whose traffic cannot be planned"
         )
     names = all_names(module)
-    trained = [(names[id(each)][0], each) for each in module.parameters() if each.requires_grad]
+    trained = [
+        (names[id(parameter)][0], parameter)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
     if not trained:
         raise HookConfigError("the model has no parameter that requires a gradient")
     rows = parameter_plans(compressor, ModelNames(trained, names), sparse_parameters(module))

@@ -1,4 +1,4 @@
-"""Find hooks by name. To add a hook, add it to `BUILT_IN`, or call `register_compressor`."""
+"""Find hooks by name. To add a hook, add its module to `MODULES`, or call `register_compressor`."""
 
 import dataclasses
 import importlib
@@ -8,15 +8,21 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from commhooks.auto.options import Auto
 from commhooks.compressors.base import Compressor
-from commhooks.compressors.cast import AllReduce, BF16Compress, FP16Compress, Noop
-from commhooks.compressors.powersgd.options import BatchedPowerSGD, PowerSGD
-from commhooks.compressors.quantized.options import Int4Compress, Int8Compress
 from commhooks.compressors.state_field import StateField
 from commhooks.errors import HookConfigError
-from commhooks.local_steps.options import DiLoCo, LocalSGD
 from commhooks.options import HookConfig
+
+MODULES = (
+    "commhooks.compressors.cast",
+    "commhooks.compressors.quantized.options",
+    "commhooks.compressors.powersgd.options",
+    "commhooks.local_steps.options",
+    "commhooks.auto.options",
+)
+"""The modules with the options of the built-in hooks. Each has a dict `COMPRESSORS`: options class
+-> "module:class" of the compressor. Nothing else names them, so that a feature can be taken out.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,39 +31,28 @@ class BuiltIn:
 
     Attributes:
         Config: the options.
-        module, name: where the compressor is; the module is below `commhooks`.
+        path: "module:class" of the compressor.
     """
 
     Config: type[HookConfig]
-    module: str
-    name: str
-
-    @property
-    def place(self) -> tuple[str, str]:
-        return f"commhooks.{self.module}", self.name
+    path: str
 
     def load(self) -> type[Compressor[Any]]:
-        module, name = self.place
+        module, _, name = self.path.partition(":")
         compressor: type[Compressor[Any]] = getattr(importlib.import_module(module), name)
         return compressor
 
 
-BUILT_IN = (
-    BuiltIn(AllReduce, "compressors.cast", "AllReduceCompressor"),
-    BuiltIn(FP16Compress, "compressors.cast", "FP16Compressor"),
-    BuiltIn(BF16Compress, "compressors.cast", "BF16Compressor"),
-    BuiltIn(Int8Compress, "compressors.quantized.compressor", "Int8Compressor"),
-    BuiltIn(Int4Compress, "compressors.quantized.compressor", "Int4Compressor"),
-    BuiltIn(PowerSGD, "compressors.powersgd.compressor", "PowerSGDCompressor"),
-    BuiltIn(BatchedPowerSGD, "compressors.powersgd.batched", "BatchedPowerSGDCompressor"),
-    BuiltIn(DiLoCo, "local_steps.compressor", "DiLoCoCompressor"),
-    BuiltIn(LocalSGD, "local_steps.compressor", "LocalSGDCompressor"),
-    BuiltIn(Noop, "compressors.cast", "NoopCompressor"),
-    BuiltIn(Auto, "auto.compressor", "AutoCompressor"),
-)
-COMPRESSORS: dict[str, BuiltIn | type[Compressor[Any]]] = {
-    hook.Config.hook_name: hook for hook in BUILT_IN
-}
+def built_in_hooks() -> dict[str, BuiltIn | type[Compressor[Any]]]:
+    """Return the built-in hooks by name; this imports their options."""
+    return {
+        config.hook_name: BuiltIn(config, path)
+        for module in MODULES
+        for config, path in importlib.import_module(module).COMPRESSORS.items()
+    }
+
+
+COMPRESSORS = built_in_hooks()
 """Built-in hooks and registered compressor classes by hook name. `register_compressor` adds to this
 dict.
 """
@@ -95,12 +90,12 @@ def register_compressor(compressor: CompressorClass) -> CompressorClass:
         raise HookConfigError(f"register_compressor({compressor.__name__}): {problem}")
     config = compressor.Config
     _check_word("register_compressor", config.hook_name)
-    known = COMPRESSORS.get(config.hook_name)
-    place = (compressor.__module__, compressor.__qualname__)
-    again = known is not None and "<locals>" not in place[1] and _place_of(known) == place
-    for each in (config.hook_name, *config.aliases):
-        if not (known is compressor or again) or canonical_name(each) != config.hook_name:
-            _check_free("register_compressor", each)
+    before = COMPRESSORS.get(config.hook_name)
+    reloaded = before is not None and _path_of(before) == _path_of(compressor)
+    again = before is compressor or (reloaded and "<locals>" not in compressor.__qualname__)
+    for name in (config.hook_name, *config.aliases):
+        if not again or canonical_name(name) != config.hook_name:
+            _check_free("register_compressor", name)
     COMPRESSORS[config.hook_name] = compressor
     return compressor
 
@@ -162,12 +157,13 @@ def _problem(compressor: type[Compressor[Any]]) -> str | None:
     fields = compressor.state_fields  # a property where they depend on the options
     if not isinstance(fields, (Sequence, property)) or isinstance(fields, str):
         return f"its state_fields are {fields!r}; expected a tuple, such as (commhooks.RESIDUAL,)"
-    for each in () if isinstance(fields, property) else fields:
-        if not isinstance(each, StateField):
+    for state_field in () if isinstance(fields, property) else fields:
+        if not isinstance(state_field, StateField):
             return (
-                f"its state_fields hold {each!r}; expected commhooks.RESIDUAL or StateField('name')"
+                f"its state_fields hold {state_field!r}; expected commhooks.RESIDUAL or"
+                " StateField('name')"
             )
-    names = [each.name for each in dataclasses.fields(config)]
+    names = [option.name for option in dataclasses.fields(config)]
     if config.start_option is not None and config.start_option not in names:
         return f"start_option={config.start_option!r} is not one of the options {names}"
     ignored = [config.start_option or "", "exclude"]
@@ -198,8 +194,8 @@ def _check_word(caller: str, name: object) -> None:
 
 
 def _check_free(caller: str, name: str) -> None:
-    if (known := canonical_name(name)) is not None:
-        raise HookConfigError(f"{caller}: the name {name!r} is taken by {known!r}")
+    if (hook := canonical_name(name)) is not None:
+        raise HookConfigError(f"{caller}: the name {name!r} is taken by {hook!r}")
 
 
 def canonical_name(name: str) -> str | None:
@@ -210,8 +206,8 @@ def canonical_name(name: str) -> str | None:
     def plain(text: str) -> str:
         return text.lower().replace("_", "").replace("-", "")
 
-    names = {plain(known): known for known in (*COMPRESSORS, *FACTORIES)}
-    names |= {plain(alias): known for alias, known in aliases().items()}
+    names = {plain(hook): hook for hook in (*COMPRESSORS, *FACTORIES)}
+    names |= {plain(alias): hook for alias, hook in aliases().items()}
     return names.get(plain(name))
 
 
@@ -223,24 +219,32 @@ def means_no_hook(hook: object) -> bool:
 
 
 def aliases() -> dict[str, str]:
-    return {alias: name for name, each in COMPRESSORS.items() for alias in each.Config.aliases}
+    return {alias: name for name, hook in COMPRESSORS.items() for alias in hook.Config.aliases}
 
 
-def _place_of(hook: BuiltIn | type[Compressor[Any]]) -> tuple[str, str]:
-    return hook.place if isinstance(hook, BuiltIn) else (hook.__module__, hook.__qualname__)
+def _path_of(hook: BuiltIn | type[Compressor[Any]]) -> str:
+    return hook.path if isinstance(hook, BuiltIn) else f"{hook.__module__}:{hook.__qualname__}"
+
+
+def compressor_named(name: str) -> type[Compressor[Any]] | None:
+    """Return the compressor class of the hook with this name, not an alias; None if there is none.
+    For a built-in hook this imports it.
+    """
+    hook = COMPRESSORS.get(name)
+    return hook.load() if isinstance(hook, BuiltIn) else hook
 
 
 def compressor_of(config: HookConfig) -> type[Compressor[Any]]:
     """Return the compressor class of a config; for a built-in hook this imports it."""
-    hook = COMPRESSORS.get(config.hook_name)
-    if hook is None or not isinstance(config, hook.Config):
+    compressor = compressor_named(config.hook_name)
+    if compressor is None or not isinstance(config, compressor.Config):
         raise HookConfigError(
             f"{type(config).__module__}.{type(config).__name__} is the config of a compressor that"
             " is not registered in this process: import the module that calls"
             " commhooks.register_compressor, on every rank"
         )
-    return hook.load() if isinstance(hook, BuiltIn) else hook
+    return compressor
 
 
 def names_to_offer() -> list[str]:
-    return [*(name for name, each in COMPRESSORS.items() if each.Config.sends), *FACTORIES]
+    return [*(name for name, hook in COMPRESSORS.items() if hook.Config.sends), *FACTORIES]

@@ -69,17 +69,27 @@ def norms(
     residuals: Mapping[str, torch.Tensor],
     factor: float,
 ) -> dict[str, float | None]:
-    """Return the Euclidean norms over the parameters in `gradients`, and their ratio: about how
-    many steps' worth of gradient error feedback holds back. A value is None if there is nothing to
-    measure. `factor`: the factor by which `residuals` are scaled. Synchronises with the device
-    once.
+    """Return the Euclidean norms over the parameters in `gradients`, and their ratio.
+
+    The ratio says about how many steps' worth of gradient error feedback holds back. A value is
+    None if there is nothing to measure. `factor`: the factor by which `residuals` are scaled.
+    Synchronises with the device once.
     """
     held = [residuals[name] for name in gradients if name in residuals]
-    tensors = held + [each for each in gradients.values() if each is not None]
-    values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
-    found = [torch.linalg.vector_norm(each).double() for each in values]
-    read = torch.stack([each.to(found[0].device) for each in found]).tolist() if found else []
-    residual = math.hypot(*(norm / factor for norm in read[: len(held)])) if held else None
-    gradient = math.hypot(*read[len(held) :]) if len(held) < len(read) else None
+    tensors = held + [gradient for gradient in gradients.values() if gradient is not None]
+    numbers = _norms_of(tensors)
+    residual = math.hypot(*(norm / factor for norm in numbers[: len(held)])) if held else None
+    gradient = math.hypot(*numbers[len(held) :]) if len(held) < len(numbers) else None
     ratio = residual / gradient if residual is not None and gradient else None
     return {"residual_norm": residual, "gradient_norm": gradient, "residual_over_gradient": ratio}
+
+
+def _norms_of(tensors: Sequence[torch.Tensor]) -> list[float]:
+    if not tensors:
+        return []
+    norms = []
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        norms.append(torch.linalg.vector_norm(values).double())
+    numbers: list[float] = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
+    return numbers

@@ -1,5 +1,4 @@
-"""Check a user's request for a hook: the arguments shared by all front ends, checked without a
-model or a process group.
+"""Check a user's request for a hook, without a model or a process group.
 
 The front ends are `attach`, the strategies for Lightning and Fabric, Accelerate's handler and YAML,
 and flags. Their signatures repeat names and defaults for editors and jsonargparse; the docstring of
@@ -11,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from commhooks.errors import (
     print_error_on_rank_zero,
 )
 from commhooks.import_path import import_path
-from commhooks.members.options import Torchft, torchft_of
 from commhooks.options import DROP_INS, HookConfig, check_choice, converted, plain
 from commhooks.registry import (
     COMPRESSORS,
@@ -42,6 +40,9 @@ from commhooks.registry import (
     register_compressor,
 )
 
+if TYPE_CHECKING:
+    from commhooks.members.options import Torchft
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -54,9 +55,12 @@ SAVE_RESIDUAL = ("mean", "per_rank", "drop")
 
 @dataclass(frozen=True)
 class Argument:
-    """Describes an argument shared by all front ends. `kind`: the type in YAML; in Python, `hook`
-    and `hook_state` may be other objects. `choices`: the valid values; empty: all values of the
-    type. `expected`: the valid values in words, for messages.
+    """Describes an argument shared by all front ends.
+
+    Attributes:
+        kind: the type in YAML; in Python, `hook` and `hook_state` may be other objects.
+        choices: the valid values; empty: all values of the type.
+        expected: the valid values in words, for messages.
     """
 
     kind: Any
@@ -82,17 +86,18 @@ ARGUMENTS = {
 }
 
 
-def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with the shared arguments converted to their types. Does not check `hook`,
-    `hook_options` and `hook_state`. Raises HookConfigError if a value has the wrong type or is out
-    of range.
+def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `arguments` with the shared ones converted to their types.
+
+    Does not check `hook`, `hook_options` and `hook_state`. Raises HookConfigError if a value has
+    the wrong type or is out of range.
     """
-    checked = dict(given)
+    checked = dict(arguments)
     for name, argument in ARGUMENTS.items():
-        if name in given and argument.choices:
-            check_choice(name, given[name], argument.choices)
-        elif name in given and not name.startswith("hook"):
-            checked[name] = check_value(name, given[name], argument.kind, argument.expected)
+        if name in arguments and argument.choices:
+            check_choice(name, arguments[name], argument.choices)
+        elif name in arguments and not name.startswith("hook"):
+            checked[name] = check_value(name, arguments[name], argument.kind, argument.expected)
     return checked
 
 
@@ -100,14 +105,14 @@ def check_value(where: str, value: Any, kind: Any, expected: str = _STEPS) -> An
     """Return `value` converted to `kind`. Raises HookConfigError if it cannot be converted, is a
     number below 1, or is text other than "auto".
     """
-    found = converted(where, value, kind, expected)
-    if not (
-        found == "auto"
-        if isinstance(found, str)
-        else found is None or isinstance(found, bool) or found >= 1
-    ):
+    read = converted(where, value, kind, expected)
+    if isinstance(read, str):
+        valid = read == "auto"
+    else:
+        valid = read is None or isinstance(read, bool) or read >= 1
+    if not valid:
         raise invalid(where, value, expected)
-    return found
+    return read
 
 
 def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
@@ -116,24 +121,23 @@ def arguments_in(scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: raise HookConfigError for an unknown keyword argument, with the closest name. Rank
-    0 prints the message of every CommHookError.
+    """Decorator: raise HookConfigError for an unknown keyword argument, with the closest name.
+
+    Rank 0 prints the message of every CommHookError.
     """
     parameters = inspect.signature(function).parameters
-    known = [name for name in parameters if name != "self"]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    names = [name for name in parameters if name != "self"]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         with print_error_on_rank_zero():
             for name in kwargs:
-                if name not in known and not takes_all:
-                    caller = (
-                        type(args[0]).__name__
-                        if function.__name__ == "__init__"
-                        else function.__name__
-                    )
-                    raise no_such(caller, "argument", name, known)
+                if name not in names and not takes_all:
+                    caller = function.__name__
+                    if caller == "__init__":
+                        caller = type(args[0]).__name__
+                    raise no_such(caller, "argument", name, names)
             return function(*args, **kwargs)
 
     return checked
@@ -145,8 +149,9 @@ def suggests_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class HookRequest:
-    """Holds a checked request for a hook. At most one of `config`, `factory` and `function` is set.
-    If none is, the training runs without a hook.
+    """Holds a checked request for a hook.
+
+    At most one of `config`, `factory` and `function` is set; if none is, there is no hook.
     """
 
     name: str
@@ -161,7 +166,7 @@ class HookRequest:
     total_steps: int | None = None
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
-    members: Torchft | None = None
+    members: "Torchft | None" = None
     distributed: bool = False
     """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models
     always have this form.
@@ -178,62 +183,62 @@ class HookRequest:
         hook_state: Any = None,
         **common: Any,
     ) -> "HookRequest":
-        """Make a request from the user's arguments; see `attach`. `common`: the other shared
-        arguments. Raises HookConfigError for an unknown hook or option, a wrong type, or an invalid
-        combination.
+        """Make a request from the user's arguments; see `attach`.
+
+        `common`: the other shared arguments. Raises HookConfigError for an unknown hook or option,
+        a wrong type, or an invalid combination.
         """
-        members = torchft_of(common.pop("members", None))
-        common = check_arguments(common) | {"members": members}
-        given = plain("hook_options", hook_options)
-        if not isinstance(given, Mapping | None):
-            raise invalid("hook_options", given, "a dict of options")
-        options = {
-            str(name): plain(f"hook_options: {name}", each) for name, each in (given or {}).items()
-        }
+        common = _checked_common(common)
+        options = _checked_options(hook_options)
         if means_no_hook(hook):
-            unused = {"hook_options": given, "hook_state": hook_state}
-            unused |= {
-                name: common.pop(name, None)
-                for name in ("wrapper", "check_every", "ranks_per_node", "members")
-            }
-            return cls(
-                OFF,
-                ignored=tuple(name for name, value in unused.items() if value is not None),
-                **common,
-            )
-        found, common["hook_state"] = _found(hook), hook_state
-        if isinstance(found, type):
-            config = found(**options)
+            return cls._without_hook(hook_options, hook_state, common)
+        common["hook_state"] = hook_state
+        resolved = _resolved(hook)
+        if isinstance(resolved, type):
+            config = resolved(**options)
             return cls(config.hook_name, config=config, **common)
-        if isinstance(found, str):
-            return cls(found, factory=found, options=options, **common)
-        if isinstance(found, HookConfig):
-            said, remedy = f"{type(found).__name__}(...)", "put the options into it"
-            request = cls(found.hook_name, config=found, **common)
+        if isinstance(resolved, str):
+            return cls(resolved, factory=resolved, options=options, **common)
+        if isinstance(resolved, HookConfig):
+            subject = f"{type(resolved).__name__}(...)"
+            remedy = "put the options into it"
+            request = cls(resolved.hook_name, config=resolved, **common)
         else:
-            name = (
-                hook
-                if isinstance(hook, str)
-                else getattr(found, "__qualname__", type(found).__qualname__)
-            )
-            said, remedy = (
-                f"the callable {name}",
-                "put its options into hook_state, or use register_hook",
-            )
-            drop_in = next((each for function, each in DROP_INS.items() if function is found), None)
-            if drop_in is None:
-                request = cls(name, function=found, **common)
-            elif hook_state is None:
-                request = cls(drop_in.hook, config=COMPRESSORS[drop_in.hook].Config(), **common)
-            else:
-                drop_in.check_state(hook_state)
-                request = cls(drop_in.hook, function=found, **common)
+            named = hook if isinstance(hook, str) else getattr(resolved, "__qualname__", None)
+            name = named or type(resolved).__qualname__
+            subject = f"the callable {name}"
+            remedy = "put its options into hook_state, or use register_hook"
+            request = cls._of_callable(name, resolved, common)
         if options:
             raise HookConfigError(
-                f"hook_options={options!r} with {said}: hook_options is for hooks given by name;"
-                f" {remedy}"
+                f"hook_options={options!r} with {subject}: hook_options is for hooks given by"
+                f" name; {remedy}"
             )
         return request
+
+    @classmethod
+    def _without_hook(
+        cls, hook_options: object, hook_state: object, common: dict[str, Any]
+    ) -> "HookRequest":
+        unused = {"hook_options": hook_options, "hook_state": hook_state}
+        for name in ("wrapper", "check_every", "ranks_per_node", "members"):
+            unused[name] = common.pop(name, None)
+        ignored = tuple(name for name, value in unused.items() if value is not None)
+        return cls(OFF, ignored=ignored, **common)
+
+    @classmethod
+    def _of_callable(
+        cls, name: str, function: Callable[..., Any], common: dict[str, Any]
+    ) -> "HookRequest":
+        """Make the request for a function; one of torch's names may stand for a built-in hook."""
+        # Not by key: a callable object may be unhashable.
+        drop_in = next((entry for key, entry in DROP_INS.items() if key is function), None)
+        if drop_in is None:
+            return cls(name, function=function, **common)
+        if common["hook_state"] is None:
+            return cls(drop_in.hook, config=COMPRESSORS[drop_in.hook].Config(), **common)
+        drop_in.check_state(common["hook_state"])
+        return cls(drop_in.hook, function=function, **common)
 
     def __post_init__(self) -> None:
         compressor = None if self.config is None else compressor_of(self.config)
@@ -307,8 +312,9 @@ class HookRequest:
         """The dtype to which the hook or its wrapper casts what it sends; None: the gradients'
         dtype.
         """
-        known = COMPRESSORS.get(self.name)
-        wire = self.wrapper or (known.Config.own_wire if known is not None else None)
+        wire = self.wrapper
+        if wire is None and self.name in COMPRESSORS:
+            wire = COMPRESSORS[self.name].Config.own_wire
         return None if wire is None else WIRE_DTYPES.get(wire)
 
     def new_compressor(self, total_steps: int | None = None) -> Compressor[Any] | None:
@@ -335,7 +341,26 @@ class HookRequest:
         return self.hook_state, self.function
 
 
-def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
+def _checked_common(common: dict[str, Any]) -> dict[str, Any]:
+    members = common.pop("members", None)
+    if members is not None:
+        from commhooks.members.options import torchft_of  # here, because few runs need it
+
+        members = torchft_of(members)
+    return check_arguments(common) | {"members": members}
+
+
+def _checked_options(hook_options: object) -> dict[str, Any]:
+    options = plain("hook_options", hook_options)
+    if not isinstance(options, Mapping | None):
+        raise invalid("hook_options", options, "a dict of options")
+    return {
+        str(name): plain(f"hook_options: {name}", value) for name, value in (options or {}).items()
+    }
+
+
+def _resolved(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any]:
+    """Return the config, config class, name of a factory, or function that `hook` stands for."""
     if isinstance(hook, type) and issubclass(hook, HookConfig):
         raise HookConfigError(
             f"hook={hook.__name__} is a class; write {hook.__name__}() with its options inside"
@@ -343,14 +368,15 @@ def _found(hook: Any) -> HookConfig | type[HookConfig] | str | Callable[..., Any
     if isinstance(hook, HookConfig):
         compressor_of(hook)  # raises if there is none
         return hook
-    found = import_path(hook, f"hook {hook!r}") if isinstance(hook, str) and ":" in hook else hook
-    if isinstance(found, type) and issubclass(found, Compressor):
-        return register_compressor(found).Config
-    if callable(found):
-        return found
-    if found is not hook:
+    is_path = isinstance(hook, str) and ":" in hook
+    target = import_path(hook, f"hook {hook!r}") if is_path else hook
+    if isinstance(target, type) and issubclass(target, Compressor):
+        return register_compressor(target).Config
+    if callable(target):
+        return target
+    if is_path:
         raise HookConfigError(
-            f"hook {hook!r} is a {type(found).__name__}, not a callable (state, bucket)"
+            f"hook {hook!r} is a {type(target).__name__}, not a callable (state, bucket)"
         )
     if not isinstance(hook, str):
         raise HookConfigError(

@@ -1,5 +1,4 @@
-"""Define the hook auto, which delegates buckets to the current candidate and decides which
-candidate is current.
+"""The hook auto delegates buckets to the current candidate, and decides which one that is.
 
 `StepWatch` times the steps. At the end of a phase the ranks exchange their measurements, and every
 rank decides from the same numbers (`trials.py`). The decision is saved; see `Decision`.
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from commhooks.auto import trials
-from commhooks.auto.options import Auto, Candidate
+from commhooks.auto.options import QUALITIES, Auto, Candidate
 from commhooks.auto.trials import Decision, Watch
 from commhooks.auto.watch import ObservedPass, Ranks, StepWatch
 from commhooks.compressors.base import (
@@ -25,31 +24,22 @@ from commhooks.compressors.base import (
     StepInfo,
     average,
 )
-from commhooks.compressors.cast import AllReduceCompressor, BF16Compressor
-from commhooks.compressors.powersgd.compressor import PowerSGDCompressor
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import HookConfigError
 from commhooks.options import LARGEST_STEP
-
-_CLASSES: dict[str, type[Compressor[Any]]] = {
-    each.Config.hook_name: each
-    for each in (
-        AllReduceCompressor,
-        BF16Compressor,
-        Int8Compressor,
-        Int4Compressor,
-        PowerSGDCompressor,
-    )
-}
+from commhooks.registry import compressor_named
 
 
 def new(candidate: Candidate) -> Compressor[Any]:
-    if candidate.hook not in _CLASSES:
+    """Make the compressor of a candidate. Raises HookConfigError if the candidate, which may come
+    from a checkpoint, is none of the hooks that auto chooses from, or has wrong options.
+    """
+    allowed = dict.fromkeys(choice.hook for choices in QUALITIES.values() for choice in choices)
+    made = compressor_named(candidate.hook) if candidate.hook in allowed else None
+    if made is None:
         raise HookConfigError(
-            f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(_CLASSES)}"
+            f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(allowed)}"
         )
-    made = _CLASSES[candidate.hook]
     try:
         return made(made.Config(**candidate.options_at_once(made.Config)))
     except TypeError as error:
@@ -71,8 +61,10 @@ def _of_inner(name: str) -> Any:
 
 
 class AutoCompressor(Compressor[Auto]):
-    """Delegates to the compressor of the current candidate. `decision` is None for a new
-    training.
+    """Delegates to the compressor of the current candidate.
+
+    Args:
+        decision: None for a new run.
     """
 
     Config = Auto
@@ -103,7 +95,7 @@ class AutoCompressor(Compressor[Auto]):
 
     @property
     def _candidates(self) -> list[Compressor[Any]]:
-        return [new(each) for each in self.config.candidates]
+        return [new(candidate) for candidate in self.config.candidates]
 
     workspace = _of_inner("workspace")
     allocate = _of_inner("allocate")
@@ -115,8 +107,8 @@ class AutoCompressor(Compressor[Auto]):
 
     @property
     def state_fields(self) -> Sequence[StateField]:  # type: ignore[override]
-        others = [each for each in self._inner.state_fields if each.key != RESIDUAL.key]
-        return (*others, RESIDUAL)
+        fields = [field for field in self._inner.state_fields if field.key != RESIDUAL.key]
+        return (*fields, RESIDUAL)
 
     @property
     def elementwise(self) -> bool:
@@ -128,7 +120,7 @@ class AutoCompressor(Compressor[Auto]):
 
     @property
     def computes_from_received(self) -> bool:  # type: ignore[override]
-        return any(each.computes_from_received for each in self._candidates)
+        return any(compressor.computes_from_received for compressor in self._candidates)
 
     @property
     def start_step(self) -> int:
@@ -149,20 +141,18 @@ class AutoCompressor(Compressor[Auto]):
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         # Between nodes the engine calls this even if the candidate has no learned state.
-        inner = self.inner
-        return (
-            inner.exchange(flat, work, state, step)
-            if inner.transactional
-            else self.average(flat, step.world_size)
-        )
+        if not self.inner.transactional:
+            return self.average(flat, step.world_size)
+        return self.inner.exchange(flat, work, state, step)
 
     @property
     def checks_finite(self) -> bool:
         return self._inner.transactional
 
     def average(self, flat: torch.Tensor, world_size: int) -> Exchange:
-        """Skip the check for finite numbers, which reads all gradients once more, unless the
-        candidate needs it.
+        """Average without the check for finite numbers, unless the candidate needs it.
+
+        The check reads all gradients once more.
         """
         return average(
             flat,
@@ -172,13 +162,16 @@ class AutoCompressor(Compressor[Auto]):
         )
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
-        learning = [each for each in self._candidates if each.state_fields]
-        plans = [each.plan(infos) for each in (self._inner, *learning)]
-        return [any(plan.compressed for plan in each) for each in zip(*plans, strict=True)]
+        learning = [compressor for compressor in self._candidates if compressor.state_fields]
+        plans = [compressor.plan(infos) for compressor in (self._inner, *learning)]
+        rows = zip(*plans, strict=True)  # one per parameter
+        return [any(plan.compressed for plan in row) for row in rows]
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
         builds = [
-            each.native_build(device, dtype) for each in self._candidates if each.transactional
+            compressor.native_build(device, dtype)
+            for compressor in self._candidates
+            if compressor.transactional
         ]
         # on CUDA PowerSGD has no native kernel
         return " ".join(filter(None, dict.fromkeys(builds)))
@@ -220,8 +213,8 @@ class AutoCompressor(Compressor[Auto]):
         if notes is None:
             return self._with(trials.begin(self.config, step, self.ranks_per_node))
         saved = Decision.from_plain(notes)
-        for each in saved.known.values():
-            new(each)  # raises if the hook or its options are not allowed
+        for candidate in saved.candidates.values():
+            new(candidate)  # raises if the hook or its options are not allowed
         ranks_per_node = self.ranks_per_node
         return self._with(
             trials.resumed(
@@ -244,11 +237,13 @@ class AutoCompressor(Compressor[Auto]):
         self._latest = seen
 
     def reconsidered(self, ranks: Ranks, step: int) -> tuple["AutoCompressor", str]:
-        """Return the compressor to continue with, and a message for rank 0 to log, or "". Called on
-        all ranks at the end of `watch`, at the same committed step, between two passes. All ranks
-        return equal results.
+        """Return the compressor to continue with, and a message for rank 0 to log, or "".
+
+        Called on all ranks at the end of `watch`, at the same committed step, between two passes.
+        All ranks return equal results.
         """
-        before, after = self.decision, self._decided(ranks, step)
+        before = self.decision
+        after = self._decided(ranks, step)
         message = after.message if after.why != before.why else ""
         if after.candidate != before.candidate or after.since != before.since:
             made = self._with(after)
@@ -263,7 +258,7 @@ class AutoCompressor(Compressor[Auto]):
     def _decided(self, ranks: Ranks, step: int) -> Decision:
         now = self.decision
         buckets, passes, times = zip(*ranks.table(self._numbers()), strict=True)
-        step_s = max(times) if all(math.isfinite(each) for each in times) else math.nan
+        step_s = max(times) if all(map(math.isfinite, times)) else math.nan
         # A rank may have missed passes, or may have other buckets.
         if len(set(buckets)) > 1 or min(passes) < self.enough_passes or not math.isfinite(step_s):
             return trials.extended(now, step)
@@ -274,10 +269,10 @@ class AutoCompressor(Compressor[Auto]):
             return trials.after_trial(now, step, step_s)
         offered = self._offered(ranks)
         # Shards of a model send different numbers of bytes.
-        rows = ranks.table([counted_bytes(new(each), self._seen) for each in offered])
+        rows = ranks.table([counted_bytes(new(candidate), self._seen) for candidate in offered])
+        columns = zip(*rows, strict=True)  # one per candidate
         sent = {
-            each.label: max(column)
-            for each, column in zip(offered, zip(*rows, strict=True), strict=True)
+            candidate.label: max(column) for candidate, column in zip(offered, columns, strict=True)
         }
         return trials.after_measuring(now, step, step_s, offered, sent)
 
@@ -285,15 +280,15 @@ class AutoCompressor(Compressor[Auto]):
         now = self.decision.candidate
         # A single rank has nothing to gain.
         offered = self.config.candidates_with(self.ranks_per_node) if ranks.size > 1 else []
-        others = [each for each in offered if each.label != now.label]
-        # Running out of memory in a trial would end the training.
-        rows = ranks.table([float(self._has_memory_for(each)) for each in others])
-        return [now, *(each for each, *fits in zip(others, *rows, strict=True) if all(fits))]
+        others = [candidate for candidate in offered if candidate.label != now.label]
+        # Running out of memory in a trial would end the run.
+        rows = ranks.table([float(self._has_memory_for(candidate)) for candidate in others])
+        fitting = [candidate for candidate, *fits in zip(others, *rows, strict=True) if all(fits)]
+        return [now, *fitting]
 
     def _has_memory_for(self, candidate: Candidate) -> bool:
-        needed = self._seen.memory(
-            self._with(Decision(candidate, None, since=0, phase="decided"))
-        ).total
+        decision = Decision(candidate, None, since=0, phase="decided")
+        needed = self._seen.memory(self._with(decision)).total
         try:
             torch.empty(needed, dtype=torch.uint8, device=self._seen.layouts[0].device)
         except (RuntimeError, MemoryError):  # torch's OutOfMemoryError is a RuntimeError
@@ -301,9 +296,9 @@ class AutoCompressor(Compressor[Auto]):
         return True
 
     def _numbers(self) -> list[float]:
-        sound = [each for each in self._steps_s if math.isfinite(each) and each > 0]
+        valid = [seconds for seconds in self._steps_s if math.isfinite(seconds) and seconds > 0]
         buckets = 0 if self._latest is None else len(self._latest.layouts)
-        return [buckets, len(sound), statistics.median(sound) if sound else math.nan]
+        return [buckets, len(valid), statistics.median(valid) if valid else math.nan]
 
     @property
     def _seen(self) -> ObservedPass:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from commhooks.options import HookConfig, check_choice
 
+__all__ = ["Auto"]
+
 MARGIN = 1.1
 """A hook must shorten the step by at least this factor to be chosen. A median of eight steps varies
 by a few percent, and a gain of less than a tenth does not justify other gradients.
@@ -32,27 +34,23 @@ class Candidate:
     between_nodes: bool = False
 
     def options_at_once(self, config: type[HookConfig]) -> dict[str, Any]:
-        """Return the options with which it compresses from its first step on. `config` is the
-        hook's config class.
+        """Return the options with which it compresses from its first step on.
+
+        `config`: the hook's config class.
         """
-        return {**self.options, **({} if config.start_option is None else {config.start_option: 0})}
+        start = {} if config.start_option is None else {config.start_option: 0}
+        return {**self.options, **start}
 
     def excluding(self, names: list[str]) -> "Candidate":
-        """Return the candidate with `names` as its option `exclude`, which only lossy hooks
-        have.
-        """
-        return (
-            replace(self, options={**self.options, "exclude": list(names)})
-            if self.changes > 1
-            else self
-        )
+        """Return the candidate with `names` as its option `exclude`, if it is a lossy hook."""
+        if self.changes <= 1:
+            return self
+        return replace(self, options={**self.options, "exclude": list(names)})
 
     def of_nodes(self) -> "Candidate":
-        return (
-            self
-            if self.changes == 0
-            else replace(self, label=f"{self.label} between nodes", between_nodes=True)
-        )
+        if self.changes == 0:
+            return self
+        return replace(self, label=f"{self.label} between nodes", between_nodes=True)
 
 
 def powersgd(rank: int, options: Mapping[str, Any]) -> Candidate:
@@ -105,23 +103,37 @@ class Auto(HookConfig):
 
     @property
     def candidates(self) -> list[Candidate]:
-        return [each.excluding(self.exclude) for each in QUALITIES[self.quality]]
+        """The candidates of `quality`, without hooks that this build of commhooks does not have."""
+        from commhooks.registry import COMPRESSORS  # here: it imports this module
+
+        return [
+            candidate.excluding(self.exclude)
+            for candidate in QUALITIES[self.quality]
+            if candidate.hook in COMPRESSORS
+        ]
 
     def candidates_with(self, ranks_per_node: int) -> list[Candidate]:
-        return (
-            [each.of_nodes() for each in self.candidates] if ranks_per_node > 1 else self.candidates
-        )
+        if ranks_per_node == 1:
+            return self.candidates
+        return [candidate.of_nodes() for candidate in self.candidates]
 
 
-def choose(times: Mapping[str, float], known: Mapping[str, Candidate], now: str) -> str:
-    """Return the label of the candidate to use: of those that are faster than the current one
-    (`now`) by `MARGIN` and nearly as fast as the fastest, the one that changes the gradients least;
-    without such candidates, `now`. Equal on all ranks for equal arguments. `times`: seconds per
-    step by label; candidates without a valid time are left out.
+def choose(times: Mapping[str, float], candidates: Mapping[str, Candidate], now: str) -> str:
+    """Return the label of the candidate to use.
+
+    Of those that are faster than the current one (`now`) by `MARGIN` and nearly as fast as the
+    fastest, that is the one that changes the gradients least; without such candidates, `now`. Equal
+    on all ranks for equal arguments. `times`: seconds per step by label; candidates without a valid
+    time are left out.
     """
-    usable = {label: each for label, each in times.items() if math.isfinite(each) and each > 0}
+    usable = {
+        label: seconds for label, seconds in times.items() if math.isfinite(seconds) and seconds > 0
+    }
     if now not in usable:
         return now
     longest = min(MARGIN * min(usable.values()), usable[now] / MARGIN)
-    about = [label for label, each in usable.items() if each <= longest]
-    return min(about, key=lambda label: (known[label].changes, usable[label]), default=now)
+    about = [label for label, seconds in usable.items() if seconds <= longest]
+    return min(about, key=lambda label: (candidates[label].changes, usable[label]), default=now)
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {Auto: "commhooks.auto.compressor:AutoCompressor"}

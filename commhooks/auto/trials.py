@@ -1,5 +1,6 @@
-"""Decide what the hook auto measures, tries and chooses next. Ranks with equal measurements decide
-equally.
+"""Decide what the hook auto measures, tries and chooses next.
+
+Ranks with equal measurements decide equally.
 
 phase       measured steps                                        next
 measuring   the current candidate, at first plain all-reduce      the trials
@@ -74,8 +75,9 @@ class Decision:
     ranks_per_node: int = 1
 
     @property
-    def known(self) -> dict[str, Candidate]:
-        return {each.label: each for each in (self.candidate, *self.others)}
+    def candidates(self) -> dict[str, Candidate]:
+        """By label, the current one first."""
+        return {candidate.label: candidate for candidate in (self.candidate, *self.others)}
 
     @property
     def summary(self) -> str:
@@ -95,16 +97,7 @@ class Decision:
     def to_plain(self) -> dict[str, Any]:
         return {
             "label": self.candidate.label,
-            "candidates": [
-                {
-                    "label": each.label,
-                    "hook": each.hook,
-                    "options": dict(each.options),
-                    "changes": each.changes,
-                }
-                | ({"between_nodes": True} if each.between_nodes else {})
-                for each in self.known.values()
-            ],
+            "candidates": [_plain(candidate) for candidate in self.candidates.values()],
             **({} if self.ranks_per_node == 1 else {"ranks_per_node": self.ranks_per_node}),
             "since": self.since,
             "phase": self.phase,
@@ -114,8 +107,8 @@ class Decision:
             "why": self.why,
             "figures": {
                 "tried_s": {
-                    label: each if math.isfinite(each) else None
-                    for label, each in self.tried_s.items()
+                    label: seconds if math.isfinite(seconds) else None
+                    for label, seconds in self.tried_s.items()
                 },
                 "counted_bytes": dict(self.counted_bytes),
             },
@@ -123,30 +116,32 @@ class Decision:
 
     @classmethod
     def from_plain(cls, saved: Any) -> "Decision":
-        """Invert `to_plain`. The content may be hostile: raise HookConfigError if it is not a
-        result of `to_plain`.
-        """
+        """Invert `to_plain`. The content may be hostile; raises HookConfigError for any other."""
         try:
-            known = {each["label"]: _candidate(each) for each in _a(list, saved["candidates"])}
-            labels = set(known)
-            watch, since, phase = saved["watch"], saved["since"], saved["phase"]
+            candidates = {
+                entry["label"]: _candidate(entry) for entry in _a(list, saved["candidates"])
+            }
+            labels = set(candidates)
+            watch = saved["watch"]
+            since = saved["since"]
+            phase = saved["phase"]
             if phase == "resting":  # of versions that measured again from time to time
-                phase, watch = "decided", None
+                phase = "decided"
+                watch = None
             if phase not in _PHASES:
                 raise ValueError(f"phase {shown(phase)}")
-            tried_s, counted_bytes = (
-                _by_label(saved["figures"][key]) for key in ("tried_s", "counted_bytes")
-            )
-            if any(each < SHORTEST_S for each in tried_s.values()):
+            tried_s = _by_label(saved["figures"]["tried_s"])
+            counted_bytes = _by_label(saved["figures"]["counted_bytes"])
+            if any(seconds < SHORTEST_S for seconds in tried_s.values()):
                 raise ValueError("a step that takes no time")
             if not tried_s.keys() <= labels or not counted_bytes.keys() <= labels:
                 raise ValueError("it has figures for something that is not a candidate")
             if phase == "trying" and not (tried_s and counted_bytes.keys() == labels):
                 raise ValueError("trials without figures")
             return cls(
-                known.pop(_a(str, saved["label"])),
-                None if watch is None else Watch(*(_count(each) for each in _a(list, watch))),
-                tuple(known.values()),
+                candidates.pop(_a(str, saved["label"])),
+                None if watch is None else Watch(*map(_count, _a(list, watch))),
+                tuple(candidates.values()),
                 None if since is None else _count(since),
                 phase,
                 _count(saved["extended"]),
@@ -170,9 +165,8 @@ class Decision:
 
 
 def begin(config: Auto, step: int, ranks_per_node: int = 1) -> Decision:
-    return _measuring(
-        Decision(config.candidates[0], None, ranks_per_node=ranks_per_node), config, step
-    )
+    now = Decision(config.candidates[0], None, ranks_per_node=ranks_per_node)
+    return _measuring(now, config, step)
 
 
 def longer(now: Decision, step: int, steps: int) -> Decision:
@@ -181,9 +175,7 @@ def longer(now: Decision, step: int, steps: int) -> Decision:
 
 
 def extended(now: Decision, step: int) -> Decision:
-    """Extend the phase after too few valid measurements on some rank. End it after
-    `MOST_EXTENSIONS`.
-    """
+    """Extend the phase after too few valid measurements, or end it after `MOST_EXTENSIONS`."""
     if now.extended < MOST_EXTENSIONS:
         return replace(longer(now, step, TRIAL_STEPS), extended=now.extended + 1)
     if now.phase == "trying":
@@ -199,7 +191,7 @@ def after_measuring(
     sent: Mapping[str, float],
 ) -> Decision:
     label = now.candidate.label
-    others = tuple(each for each in candidates if each.label != label)
+    others = tuple(candidate for candidate in candidates if candidate.label != label)
     return _next_trial(
         replace(now, others=others, tried_s={label: step_s}, counted_bytes=sent), step
     )
@@ -212,17 +204,17 @@ def after_trial(now: Decision, step: int, step_s: float) -> Decision:
 def resumed(
     saved: Decision, config: Auto, step: int, *, same_ranks: bool, ranks_per_node: int = 1
 ) -> Decision:
-    """Continue with a decision from a checkpoint, possibly in the middle of trials. If the ranks,
-    the ranks per node or the candidates have changed, measure the current candidate again; replace
-    it at once if it is no longer allowed.
+    """Continue with a decision from a checkpoint, possibly in the middle of trials.
+
+    If the ranks, the ranks per node or the candidates have changed, measure the current candidate
+    again; replace it at once if it is no longer allowed.
     """
     allowed = config.candidates_with(ranks_per_node)
     same_ranks = same_ranks and saved.ranks_per_node == ranks_per_node
-    usable = {
-        label: each
-        for label, old in saved.known.items()
-        if (each := old.excluding(config.exclude)) in allowed
+    excluding = {
+        label: candidate.excluding(config.exclude) for label, candidate in saved.candidates.items()
     }
+    usable = {label: candidate for label, candidate in excluding.items() if candidate in allowed}
     candidate = usable.get(saved.candidate.label)
     if candidate is None:
         return begin(config, step, ranks_per_node)
@@ -236,7 +228,7 @@ def resumed(
     )
     if not same_ranks:
         return replace(_measuring(now, config, step), tried_s={}, counted_bytes={})
-    changed = now.known != saved.known or len(usable) < len(allowed)
+    changed = now.candidates != saved.candidates or len(usable) < len(allowed)
     # If `others` is empty, no measurement was valid, and the choice stays.
     if now.phase != "measuring" and saved.others and changed:
         return _measuring(now, config, step)
@@ -244,26 +236,28 @@ def resumed(
 
 
 def worth_trying(now: Decision) -> list[str]:
-    """Return the labels of the candidates to try, ordered by the bytes they send, without those
-    that send as much as all-reduce, and those whose bytes alone would take longer than the best
-    step so far.
+    """Return the labels of the candidates to try, ordered by the bytes they send.
+
+    Those that send as much as all-reduce are left out, and those whose bytes alone would take
+    longer than the best step so far.
 
     Time per byte is estimated from below: the time that an earlier trial saved, divided by the
     bytes it saved. The candidate that sends most computes least, so the true time per byte is at
     least that.
     """
     tried = [
-        (now.counted_bytes[label], each)
-        for label, each in now.tried_s.items()
-        if math.isfinite(each)
+        (now.counted_bytes[label], seconds)
+        for label, seconds in now.tried_s.items()
+        if math.isfinite(seconds)
     ]
     most, most_s = max(tried)
-    s_per_byte = max(
-        [0.0, *((most_s - each) / (most - sent) for sent, each in tried if sent < most)]
-    )
-    best_s = min(each for _, each in tried)
+    saved_per_byte = [(most_s - seconds) / (most - sent) for sent, seconds in tried if sent < most]
+    s_per_byte = max([0.0, *saved_per_byte])
+    best_s = min(seconds for _, seconds in tried)
     untried = [
-        label for label in now.known if label not in now.tried_s and not _sends_as_much(now, label)
+        label
+        for label in now.candidates
+        if label not in now.tried_s and not _sends_as_much(now, label)
     ]
     worth = [label for label in untried if now.counted_bytes[label] * s_per_byte <= best_s]
     return sorted(worth, key=lambda label: (now.counted_bytes[label], label))
@@ -287,7 +281,7 @@ def _next_trial(now: Decision, step: int) -> Decision:
 
 
 def _ended(now: Decision, step: int) -> Decision:
-    label = choose(now.tried_s, now.known, _before(now))
+    label = choose(now.tried_s, now.candidates, _before(now))
     return _decided(replace(_with(now, label, step), why=_reason(now, label)))
 
 
@@ -296,9 +290,7 @@ def _decided(now: Decision) -> Decision:
 
 
 def _measuring(now: Decision, config: Auto, step: int) -> Decision:
-    """Measure the current candidate. During trials, return to the candidate that was current before
-    them.
-    """
+    """Measure the current candidate; during trials, the one that was current before them."""
     if now.phase == "trying":
         now = _with(now, _before(now), step)
         now = now if now.why else replace(now, since=None)
@@ -316,35 +308,36 @@ def _with(now: Decision, label: str, step: int) -> Decision:
     switches = now.switches + (label != now.candidate.label)
     return replace(
         now,
-        candidate=now.known[label],
-        others=_without(now.known, label),
+        candidate=now.candidates[label],
+        others=_without(now.candidates, label),
         since=step,
         switches=switches,
     )
 
 
-def _without(known: Mapping[str, Candidate], label: str) -> tuple[Candidate, ...]:
-    return tuple(each for each in known.values() if each.label != label)
+def _without(candidates: Mapping[str, Candidate], label: str) -> tuple[Candidate, ...]:
+    return tuple(candidate for candidate in candidates.values() if candidate.label != label)
 
 
 def _of(labels: Mapping[str, Candidate], numbers: Mapping[str, float]) -> dict[str, float]:
-    return {label: each for label, each in numbers.items() if label in labels}
+    return {label: number for label, number in numbers.items() if label in labels}
 
 
-def _reason(now: Decision, label: str) -> str:
-    said = {
-        each: f"{1000 * seconds:.4g} ms"
-        for each, seconds in now.tried_s.items()
+def _reason(now: Decision, chosen: str) -> str:
+    """Return why `chosen`, a label, is the current candidate, as a sentence without a full stop."""
+    times = {
+        label: f"{1000 * seconds:.4g} ms"
+        for label, seconds in now.tried_s.items()
         if math.isfinite(seconds)
     }
-    others = [f"{time} with {each}" for each, time in said.items() if each != label]
-    parts = ["nothing helps here"] if label == ALLREDUCE.label else []
-    parts.append(", ".join([f"a step takes {said.get(label, 'an unknown time')}", *others]))
-    parts += [f"{each} could not be measured" for each in now.tried_s if each not in said]
-    untried = [each for each in now.known if each not in now.tried_s]
-    useless = [each for each in untried if _sends_as_much(now, each)]
-    slower = [each for each in untried if each not in useless]
-    if slower and len(said) > 1:
+    others = [f"{time} with {label}" for label, time in times.items() if label != chosen]
+    parts = ["nothing helps here"] if chosen == ALLREDUCE.label else []
+    parts.append(", ".join([f"a step takes {times.get(chosen, 'an unknown time')}", *others]))
+    parts += [f"{label} could not be measured" for label in now.tried_s if label not in times]
+    untried = [label for label in now.candidates if label not in now.tried_s]
+    useless = [label for label in untried if _sends_as_much(now, label)]
+    slower = [label for label in untried if label not in useless]
+    if slower and len(times) > 1:
         parts.append(f"not tried, because their bytes alone would take longer: {', '.join(slower)}")
     if useless:
         parts.append(f"not tried, because they send no less of this model: {', '.join(useless)}")
@@ -353,6 +346,16 @@ def _reason(now: Decision, label: str) -> str:
 
 # ---- checks of a saved decision, which may be damaged or hostile
 # -----------------------------------------------------
+
+
+def _plain(candidate: Candidate) -> dict[str, Any]:
+    saved = {
+        "label": candidate.label,
+        "hook": candidate.hook,
+        "options": dict(candidate.options),
+        "changes": candidate.changes,
+    }
+    return saved | {"between_nodes": True} if candidate.between_nodes else saved
 
 
 def _candidate(saved: Any) -> Candidate:
@@ -367,8 +370,8 @@ def _candidate(saved: Any) -> Candidate:
 
 def _by_label(saved: Any) -> dict[str, float]:
     return {
-        _a(str, label): math.nan if each is None else _number(each)
-        for label, each in _a(dict, saved).items()
+        _a(str, label): math.nan if number is None else _number(number)
+        for label, number in _a(dict, saved).items()
     }
 
 

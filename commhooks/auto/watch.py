@@ -1,6 +1,4 @@
-"""Time the steps that `auto` watches, pass them to it, and let it decide between two backward
-passes.
-"""
+"""Time the steps that `auto` watches, and let it decide between two backward passes."""
 
 import collections
 import weakref
@@ -27,9 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ObservedPass:
-    """Holds one committed backward pass of this rank. `step_s`: seconds from the end of the
-    previous pass to the end of this one; NaN on a device without a clock. `memory_plan`: returns
-    the bytes that a compressor needs, given its plans by bucket.
+    """Holds one committed backward pass of this rank.
+
+    Attributes:
+        step_s: seconds from the end of the previous pass to the end of this one; NaN on a device
+            without a clock.
+        memory_plan: returns the bytes that a compressor needs, given its plans by bucket.
     """
 
     step_s: float
@@ -41,22 +42,24 @@ class ObservedPass:
         return self.memory_plan(compressor, self.plans(compressor))
 
     def plans(self, compressor: Compressor[Any]) -> list[list[UnitPlan]]:
+        return [compressor.plan(self._infos(layout, compressor)) for layout in self.layouts]
+
+    def _infos(self, layout: BucketLayout, compressor: Compressor[Any]) -> list[ParameterInfo]:
         return [
-            compressor.plan(
-                [
-                    ParameterInfo.of(
-                        slot.name, slot.parameter, self.names, compressor.config, layout.sparse
-                    )
-                    for slot in layout.slots
-                ]
+            ParameterInfo.of(
+                slot.name, slot.parameter, self.names, compressor.config, layout.sparse
             )
-            for layout in self.layouts
+            for slot in layout.slots
         ]
 
 
 class Ranks:
-    """Exchanges numbers, in tensors on `device`, between the ranks that average their gradients
-    (`group`) and, if a replica is sharded, between its shards (`shards`).
+    """Exchanges numbers between the ranks that average their gradients.
+
+    Args:
+        group: these ranks.
+        device: the device of the tensors that are sent.
+        shards: the ranks that hold the shards of a replica, which then take part, too.
     """
 
     def __init__(
@@ -67,21 +70,19 @@ class Ranks:
         shards: dist.ProcessGroup | None = None,
     ) -> None:
         self.size = group.size()
-        self._group, self._shards = group, shards
+        self._group = group
+        self._shards = shards
         self._device = device
         self._counters = counters
 
     def table(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, one row per rank. All ranks must call this with equally
-        many numbers.
-        """
+        """Return the numbers of all ranks, a row per rank. All must call this with as many."""
         what = "what each rank has measured (let every rank take part in each pass)"
         row = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         rows = gather_rows(row, self._group, self._counters, what)
         if self._shards is not None:
-            rows = gather_rows(rows.flatten(), self._shards, self._counters, what).view(
-                -1, len(numbers)
-            )
+            of_shards = gather_rows(rows.flatten(), self._shards, self._counters, what)
+            rows = of_shards.view(-1, len(numbers))
         table: list[list[float]] = rows.tolist()
         return table
 
@@ -89,6 +90,7 @@ class Ranks:
 @dataclass(frozen=True)
 class _TimedPass:
     """Records a backward pass, from the end of the previous one (`began`) to its own (`ended`).
+
     `outcome` (see `HeldState.outcome`) is valid after `ended`.
     """
 
@@ -99,17 +101,14 @@ class _TimedPass:
 
 
 class StepWatch:
-    """Listens to the passes of a session whose compressor is an `AutoCompressor`
-    (`engine.session.Listener`).
-    """
+    """Listens (`engine.session.Listener`) to the passes of a session with an `AutoCompressor`."""
 
     def __init__(self, session: Session) -> None:
         # Weak references: the session owns this object, and with the learned state no cycle may
         # wait for the garbage collector.
         self._session_ref = weakref.ref(session)
-        self._compressor: weakref.ref[AutoCompressor] | None = (
-            None  # the one that was current in the previous pass
-        )
+        # The one that was current in the previous pass.
+        self._compressor: weakref.ref[AutoCompressor] | None = None
         self._previous_end: tuple[Mark] | None = None
         self._unseen: collections.deque[_TimedPass] = collections.deque()
 
@@ -125,18 +124,21 @@ class StepWatch:
         self._compressor = weakref.ref(auto)
 
     def after_pass(self, step_at_most: int, good: torch.Tensor) -> None:
-        """Time the pass that ends now, if the compressor watches this step. Also time the pass
-        before a watch, because the first watched step begins at its end.
+        """Time the pass that ends now, if the compressor watches this step.
+
+        Also time the pass before a watch, because the first watched step begins at its end.
         """
         auto = self._current()
-        began, self._previous_end = self._previous_end, None
+        began = self._previous_end
+        self._previous_end = None
         if auto.watch is None or step_at_most + 1 < auto.watch.begin:
             return
         # Queued before the mark, so that it is valid once the mark has passed.
         outcome = self._session.held.outcome(good)
         self._previous_end = ended = (mark(good.device),)
         if began is not None:
-            layouts = [known.layout for known in self._session.consensus.buckets if known.used]
+            buckets = self._session.consensus.buckets
+            layouts = [bucket.layout for bucket in buckets if bucket.used]
             self._unseen.append(_TimedPass(*began, *ended, outcome, layouts))
             self._show(auto, wait=False)
             if precision.is_host_readable(good.device):
@@ -154,9 +156,9 @@ class StepWatch:
 
     def _decides_now(self, auto: "AutoCompressor") -> bool:
         watch = auto.watch
-        return (
-            watch is not None and self._session.held.steps(watch.end, exact=False)[0] >= watch.end
-        )
+        if watch is None:
+            return False
+        return self._session.held.steps(watch.end, exact=False)[0] >= watch.end
 
     def _decide(
         self, auto: "AutoCompressor", group: dist.ProcessGroup, device: torch.device
@@ -174,10 +176,13 @@ class StepWatch:
         return decided
 
     def _show(self, auto: "AutoCompressor", *, wait: bool) -> None:
-        """Pass the timed passes to `observe`. On an accelerator, do so once the device has finished
-        a pass, usually in the next pass. With `wait` the host waits for all of them.
+        """Pass the timed passes to `observe`.
+
+        On an accelerator, do so once the device has finished a pass, usually in the next pass. With
+        `wait` the host waits for all of them.
         """
-        watch, names = auto.watch, self._session.consensus.binding.names
+        watch = auto.watch
+        names = self._session.consensus.binding.names
         while self._unseen and (wait or has_passed(self._unseen[0].ended)):
             timed = self._unseen.popleft()
             seconds = seconds_between(timed.began, timed.ended)

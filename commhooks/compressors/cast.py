@@ -114,3 +114,11 @@ class NoopCompressor(Stateless[Noop]):
             return flat
         return flat.copy_(flat.to(self.wire_dtype))
         yield  # a generator that sends nothing
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {
+    AllReduce: "commhooks.compressors.cast:AllReduceCompressor",
+    FP16Compress: "commhooks.compressors.cast:FP16Compressor",
+    BF16Compress: "commhooks.compressors.cast:BF16Compressor",
+    Noop: "commhooks.compressors.cast:NoopCompressor",
+}

@@ -21,9 +21,10 @@ from commhooks.errors import (
 )
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import warn_if_unmatched
-from commhooks.gradients.source import held_weakly
+from commhooks.gradients.source import GradientSource, held_weakly
 from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.kinds import prepared
+from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
 from commhooks.hook.sources import source_of
 from commhooks.options import HookConfig, check_choice
@@ -53,9 +54,10 @@ def attach(
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
-    """Register a communication hook with a model that is wrapped in DDP or sharded by `fully_shard`
-    (FSDP2). Every rank of the model must call this with equal arguments. The ranks compare their
-    arguments and models in one small collective.
+    """Register a communication hook with a model in DDP or one sharded by `fully_shard` (FSDP2).
+
+    Every rank of the model must call this with equal arguments. The ranks compare their arguments
+    and models in one small collective.
 
     Args:
         ddp_model: a `DistributedDataParallel` model without a hook, or a root module sharded by
@@ -88,8 +90,8 @@ def attach(
             host name. None: compress between all ranks; the hook `auto` then tries machines as
             nodes. No effect with one node, or one rank per node. Warns if it exceeds the world
             size.
-        members: for `DiLoCo` and `LocalSGD`: machines come and go while the training runs, and
-            `ddp_model` spans the ranks of one machine. "torchft", or a `Torchft` with options;
+        members: for `DiLoCo` and `LocalSGD`: machines come and go during the run, and `ddp_model`
+            spans the ranks of one machine. "torchft", or a `Torchft` with options;
             None: all ranks are there from the start. Without a process group it makes a group of
             this process alone.
         process_group: the group over which to average a DDP model; None: the model's group.
@@ -110,8 +112,8 @@ def attach(
         HookRunError: a rank has failed, or did not take part within the process group's timeout.
     """
     check_choice("save_residual", save_residual, (*SAVE_RESIDUAL, "distributed", "auto"))
-    kept = {"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual)
-    request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": kept})
+    form = {"distributed": "mean", "auto": "per_rank"}.get(save_residual, save_residual)
+    request = HookRequest.parse(**arguments_in(locals()) | {"save_residual": form})
     if isinstance(ddp_model, FSDPModule) and save_residual not in ("auto", "distributed", "drop"):
         raise HookConfigError(
             f"save_residual={save_residual!r} with a model sharded by fully_shard; expected"
@@ -154,51 +156,60 @@ def attach_request(
             " for example scaler.get_scale, or None"
         )
     total_steps = request.total_steps if total_steps is None else total_steps
-    live = request.members is not None
-    if live and not dist.is_initialized():
+    machines_change = request.members is not None
+    if machines_change and not dist.is_initialized():
         _process_group_of_one(model)
     source = source_of(
         model,
         process_group,
         replicate_group,
         unwrapped=request.averages_weights,
-        one_replica=live,
+        one_replica=machines_change,
         accumulates=accumulates,
     )
     check_arrangement(request, source)
     if request.off and not source.from_ddp:
         request = request.as_plain_average()
+    hook, state = _agreed_hook(request, source, loss_scale, total_steps)
+    attached = CommHook(request, hook, source)
+    if not request.off:
+        attached._register(state, on_unused)
+        if total_steps is not None:
+            attached.will_end(total_steps)
+    if is_logging_rank(source.group, source.shard_group):
+        _log_attached(request, hook, source)
+    return attached
+
+
+def _agreed_hook(
+    request: HookRequest,
+    source: GradientSource,
+    loss_scale: Callable[[], float | torch.Tensor] | None,
+    total_steps: int | None,
+) -> tuple[Hook, Any]:
+    """Return the hook on which all ranks agree, and an object that must live as long as it."""
     shards = None if source.shard_group is None else held_weakly(source.shard_group)
     binding = Binding(source.names, held_weakly(source.group), loss_scale, shards)
     made = prepared(request, source, binding, total_steps)
     choice = check_on_all_ranks(request, made.compressor, source, loss_scale is not None)
     if not source.names.named_parameters():
         raise AttachError(source.nothing_to_reduce)
-    hook = made.build(choice)
-    attached = CommHook(request, hook, source)
-    logs = is_logging_rank(source.group, source.shard_group)
+    return made.build(choice), made.state
+
+
+def _log_attached(request: HookRequest, hook: Hook, source: GradientSource) -> None:
     if request.off:  # no hook will log a summary in the first backward pass
-        if logs:
-            ignored = (
-                f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
-            )
-            log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
-        return attached
-    attached._register(made.state, on_unused)
-    if total_steps is not None:
-        attached.will_end(total_steps)
-    if source.module is not None and logs:
+        ignored = f" ({' and '.join(request.ignored)} without effect)" if request.ignored else ""
+        log_summary(f"{request.name}: no hook, DDP averages the gradients itself{ignored}")
+    elif source.module is not None:
         for warning in hook.warnings():
             logger.warning("%s", warning)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
-    return attached
 
 
 def _process_group_of_one(model: torch.nn.Module) -> None:
-    """Make the default process group for a machine with one process, where nothing else has made
-    one.
-    """
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    """Make the default process group for a machine with one process, if there is none."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

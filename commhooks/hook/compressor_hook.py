@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from commhooks.checkpoint.learned_state import LearnedStateCheckpointer
@@ -66,9 +66,8 @@ def _nodes_for(request: HookRequest, session: Session, source: GradientSource) -
         return find_nodes(request.ranks_per_node, group, source.device)
     try:
         return find_nodes("auto", group, source.device)
-    except (
-        AttachError
-    ):  # on all ranks: machines with different numbers of ranks, or no groups for nodes
+    except AttachError:
+        # On all ranks: machines with different numbers of ranks, or no groups for nodes.
         return None
 
 
@@ -82,10 +81,12 @@ class CompressorHook:
         session: Session,
         run: Callable[[Bucket], Future],
     ) -> None:
-        self.run, self.end_pass = run, session.end_pass
-        name, config = request.name, session.compressor.config
-        self.session, self.counters = session, session.counters
-        self._request, self._source = request, source
+        self.run = run
+        self.end_pass = session.end_pass
+        self.session = session
+        self.counters = session.counters
+        self._request = request
+        self._source = source
         self._world_size = source.group.size()
         self._saved_by = SavedBy.of(request, source)
         self.learns = session.compressor.transactional
@@ -95,14 +96,14 @@ class CompressorHook:
             parameter_plans, names=session.consensus.binding.names, sparse=source.sparse
         )
         self.checkpointer: LearnedStateCheckpointer | UserStateCheckpointer = (
-            LearnedStateCheckpointer(name, session, source.group, self._plans_of)
+            LearnedStateCheckpointer(request.name, session, source.group, self._plans_of)
             if self.learns
             else UserStateCheckpointer(
-                name,
-                dataclasses.asdict(config),
+                request.name,
+                dataclasses.asdict(session.compressor.config),
                 session.counters,
                 source.group,
-                replicas_equal=config.sends,
+                replicas_equal=session.compressor.config.sends,
             )
         )
 
@@ -140,60 +141,72 @@ class CompressorHook:
         )
 
     def stats(self) -> dict[str, Any]:
-        session, compressor = self.session, self.session.compressor
-        session.held.settle()
-        found: dict[str, Any] = {"step": self.checkpointer.step}
+        self.session.held.settle()
+        stats: dict[str, Any] = {"step": self.checkpointer.step}
         if not self._request.off:
-            assert session.consensus.choice is not None
-            found["kernel"] = session.consensus.choice.name
-        return {**found, **compressor.further_stats}
+            choice = self.session.consensus.choice
+            assert choice is not None
+            stats["kernel"] = choice.name
+        return {**stats, **self.session.compressor.further_stats}
 
     def summary(self) -> Summary:
-        compressor, consensus = self.session.compressor, self.session.consensus
-        before, sent = self.counters.bytes_uncompressed, self.counters.last_pass.bytes_sent
-        unit, alone, warnings = Unit.of(before), "", []
-        if not self.learns:
-            effect = f"{unit.text(before)} -> {unit.text(sent)} per step and rank"
-        elif compressor.effect and not self.counters.numel_before:
-            effect = f"{compressor.effect}. Until then {unit.text(before)} per step and rank"
-        else:
-            effect = self.plan().summary()
-        use = self._use()
-        if self.learns and use is not None:
-            # A run with several ranks may continue from these residuals.
-            begin = f"From step {use.begins} on the" if use.plain else "The"
-            alone = (
-                f". {begin} gradients are compressed as among several, so that the run can go on"
-                " with any number of them; hook=None trains on exact gradients"
-            )
+        compressor = self.session.compressor
+        consensus = self.session.consensus
         assert consensus.choice is not None
-        if compressor.config.sends or self._world_size == 1:
-            warnings = consensus.choice.warnings(
-                compressor.display_name, checked=self._request.check_every is not None
-            )
-        else:
-            warnings = [
+        kernel = "native kernel" if self.learns and consensus.choice.native else ""
+        details = filter(None, (compressor.summary, kernel, consensus.reduction.description))
+        return Summary(
+            list(details),
+            self._effect(),
+            self._effect_alone(),
+            self._first_warnings(),
+        )
+
+    def _effect(self) -> str:
+        compressor = self.session.compressor
+        before = self.counters.bytes_uncompressed
+        unit = Unit.of(before)
+        if not self.learns:
+            sent = self.counters.last_pass.bytes_sent
+            return f"{unit.text(before)} -> {unit.text(sent)} per step and rank"
+        if compressor.effect and not self.counters.numel_before:
+            return f"{compressor.effect}. Until then {unit.text(before)} per step and rank"
+        return self.plan().summary()
+
+    def _effect_alone(self) -> str:
+        use = self._use()
+        if not self.learns or use is None:
+            return ""
+        # A run with several ranks may continue from these residuals.
+        begin = f"From step {use.begins} on the" if use.plain else "The"
+        return (
+            f". {begin} gradients are still compressed, so the run can resume on more ranks;"
+            " hook=None trains on exact gradients"
+        )
+
+    def _first_warnings(self) -> Sequence[str]:
+        compressor = self.session.compressor
+        if not compressor.config.sends and self._world_size > 1:
+            return [
                 f"hook {self._request.name!r} averages nothing: every rank trains on its own data"
                 " only, and the ranks drift apart. It is for measuring how long a step takes"
                 " without a network; hook=None trains without a hook"
             ]
-        kernel = "native kernel" if self.learns and consensus.choice.native else ""
-        details = [
-            each for each in (compressor.summary, kernel, consensus.reduction.description) if each
-        ]
-        return Summary(details, effect, alone, warnings)
+        choice = self.session.consensus.choice
+        assert choice is not None
+        return choice.warnings(
+            compressor.display_name, checked=self._request.check_every is not None
+        )
 
     def warnings(self) -> list[str]:
-        compressor, plans = self.session.compressor, self._plans_of(self.session.compressor)
+        compressor = self.session.compressor
+        plans = self._plans_of(compressor)
         if not plans or not compressor.selective or any(plan.compressed for plan in plans):
             return []
-        name = (
-            f"{compressor.display_name} ({compressor.summary})"
-            if compressor.summary
-            else compressor.display_name
-        )
+        summary = f" ({compressor.summary})" if compressor.summary else ""
         return [
-            f"{name} compresses no parameter of this model: print(hook.plan()) gives the reasons."
+            f"{compressor.display_name}{summary} compresses no parameter of this model:"
+            " print(hook.plan()) gives the reasons."
         ]
 
     def plan(self) -> ModelPlan:
@@ -201,18 +214,20 @@ class CompressorHook:
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:
-        session, names = self.session, set(self._source.names.named_parameters())
-        state, reduction = session.state, session.consensus.reduction
+        session = self.session
+        state = session.state
+        reduction = session.consensus.reduction
+        names = set(self._source.names.named_parameters())
         with session.held.lock:
             session.held.settle()
-            found = {n: t for key in state.local for n, t in state[key].items()}
+            tensors = {name: tensor for key in state.local for name, tensor in state[key].items()}
             if self.learns and (plans := self._plans_of(session.compressor)):
                 names = {
                     plan.name for plan in plans if plan.compressed and reduction.keeps(plan.name)
                 }
             elif self.learns:  # whole buckets
-                names = set(found) or names
-            yield Residuals(found, float(state.loss_scale) * reduction.ranks_per_residual, names)
+                names = set(tensors) or names
+            yield Residuals(tensors, float(state.loss_scale) * reduction.ranks_per_residual, names)
 
     def synchronize(self, limit_s: float, *, optimizers: bool) -> bool:
         return True

@@ -1,6 +1,4 @@
-"""Save a hook's state to a folder with `torch.distributed.checkpoint` (DCP), and load it. Used by
-the plugins.
-"""
+"""Save a hook's state to a folder with `torch.distributed.checkpoint` (DCP), for the plugins."""
 
 import io
 import shutil
@@ -28,13 +26,18 @@ def nothing_saved(place: object, why: str, hook: str) -> str:
 
 
 class DCPFolder:
-    """Saves and loads one hook. All ranks must call each method. `path`: equal on all ranks, in a
-    shared file system. `front_end`: the class that users configure, for messages. `broadcast`:
-    returns rank 0's argument on every rank.
+    """Saves and loads one hook. All ranks must call each method.
+
+    Args:
+        path: equal on all ranks, in a shared file system.
+        front_end: the class that users configure, for messages.
+        broadcast: returns rank 0's argument on every rank.
     """
 
     def __init__(self, path: Path, front_end: str, broadcast: Callable[[Any], Any]) -> None:
-        self._path, self._front_end, self._broadcast = path, front_end, broadcast
+        self._path = path
+        self._front_end = front_end
+        self._broadcast = broadcast
         # DCP writes it last: without it the save was interrupted
         self.last_file = path / ".metadata"
 
@@ -71,7 +74,8 @@ class DCPFolder:
         applies it. Raises PayloadError if the state cannot be read; with `strict`, also if another
         hook saved it, or if it has no residuals.
         """
-        planner, content = _PlainPlanner(allow_partial_load=not strict), {"hook": hook.state_dict()}
+        planner = _PlainPlanner(allow_partial_load=not strict)
+        content = {"hook": hook.state_dict()}
         try:
             dcp.load(content, checkpoint_id=self._path, planner=planner)
         except CheckpointException as error:  # a BaseException in torch 2.13

@@ -81,7 +81,9 @@ class FunctionHook:
         self.checkpointer = UserStateCheckpointer(
             request.name, dict(request.options), self.counters, source.group, state
         )
-        self._request, self._source, self._function = request, source, function
+        self._request = request
+        self._source = source
+        self._function = function
 
     def run(self, bucket: Bucket) -> Future:
         if bucket.is_first:
@@ -117,17 +119,16 @@ class FunctionHook:
         ]
 
     def plan(self) -> ModelPlan:
-        name, wire = self._request.name, self._request.wire_dtype
-        infos = [
-            ParameterInfo(each, parameter)
-            for each, parameter in self._source.names.named_parameters().items()
-        ]
-        rows = tuple(UnitPlan.uncompressed(info, f"hook {name}") for info in infos)
-        narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
-        memory = MemoryPlan(
-            packed=sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed)
+        hook = self._request.name
+        wire = self._request.wire_dtype
+        rows = tuple(
+            UnitPlan.uncompressed(ParameterInfo(name, parameter), f"hook {hook}")
+            for name, parameter in self._source.names.named_parameters().items()
         )
-        return ModelPlan(name, rows, wire, selective=False, memory=memory, sends=None)
+        narrowed = [row for row in rows if row.wire_itemsize(wire) < row.wire_itemsize(None)]
+        packed = sum(row.numel_sent * row.wire_itemsize(wire) for row in narrowed)
+        memory = MemoryPlan(packed=packed)
+        return ModelPlan(hook, rows, wire, selective=False, memory=memory, sends=None)
 
     @contextlib.contextmanager
     def residuals(self) -> Iterator[Residuals]:

@@ -12,17 +12,11 @@ from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.gradients.source import GradientSource
 from commhooks.hook.protocol import Hook
+from commhooks.options import HookConfig
 from commhooks.request import HookRequest
 
-KINDS = {
-    "compressor": "commhooks.hook.compressor_hook",
-    "function": "commhooks.hook.function_hook",
-    "local steps": "commhooks.hook.local_steps_hook",
-}
-"""The modules of the kinds, which are imported when they are used. Each has a function `prepare`,
-with the arguments of `prepared`. A kind is named by `HookConfig.kind`; without a config it is
-"function".
-"""
+FUNCTION = "commhooks.hook.function_hook"
+"""The kind of a user's function, which has no config; see `HookConfig.kind`."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +41,8 @@ def prepared(
     """Prepare the hook of a request. `total_steps`: see `attach`. Raises HookConfigError if the
     request cannot be served for this model.
     """
-    kind = (
-        "compressor"
-        if request.off
-        else "function"
-        if request.config is None
-        else request.config.kind
-    )
-    made: Prepared = importlib.import_module(KINDS[kind]).prepare(
-        request, source, binding, total_steps
-    )
+    kind = HookConfig.kind if request.config is None else request.config.kind
+    if request.config is None and not request.off:
+        kind = FUNCTION
+    made: Prepared = importlib.import_module(kind).prepare(request, source, binding, total_steps)
     return made

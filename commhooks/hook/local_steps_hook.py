@@ -48,8 +48,8 @@ def _build(
     choice: KernelChoice,
 ) -> "LocalStepsHook":
     if compressor.config.delay:  # its collectives overlap with the model's own
-        own = new_group([range(source.group.size())], source.group, source.device)
-        binding = dataclasses.replace(binding, group=held_weakly(own))
+        group = new_group([range(source.group.size())], source.group, source.device)
+        binding = dataclasses.replace(binding, group=held_weakly(group))
     partner, members_of = _partner(request, source, binding, compressor)
     names = source.names.named_parameters()
     sizes = {
@@ -90,13 +90,17 @@ class LocalStepsHook:
         driver: LocalStepsDriver,
         members: "Members | None" = None,
     ) -> None:
-        self.driver, self.counters = driver, driver.counters
-        self.run, self.end_pass = driver.run, driver.end_pass
-        self._saves = RoundSaves(request.name, source, driver)
-        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver, self._saves)
-        self._request, self._source, self._outer = request, source, driver.outer
-        self._saved_by = SavedBy.of(request, source)
+        self.driver = driver
+        self.counters = driver.counters
+        self.run = driver.run
+        self.end_pass = driver.end_pass
         self.members = members
+        self._request = request
+        self._source = source
+        self._outer = driver.outer
+        self._saves = RoundSaves(request.name, source, driver)
+        self._saved_by = SavedBy.of(request, source)
+        self.checkpointer = _LocalStepsCheckpointer(request.name, source, driver, self._saves)
 
     def listeners(self, *, logs: bool) -> list[PassListener]:
         return []
@@ -140,37 +144,31 @@ class LocalStepsHook:
             if buffers
             else ""
         )
-        compressor, consensus = self._outer.compressor, self._outer.consensus
-        assert consensus.choice is not None
-        kernel = "native kernel" if consensus.choice.native else ""
+        compressor = self._outer.compressor
+        choice = self._outer.consensus.choice
+        assert choice is not None
+        kernel = "native kernel" if choice.native else ""
+        details = filter(None, (compressor.summary, kernel, self.driver.partner.description))
         return Summary(
-            [
-                each
-                for each in (compressor.summary, kernel, self.driver.partner.description)
-                if each
-            ],
+            list(details),
             f"{self.plan().summary()}{more}",
-            ". Outer steps are done as among several, so that the run can go on with any number of"
-            " them; hook=None trains without",
-            consensus.choice.warnings(
-                compressor.display_name, checked=self._request.check_every is not None
-            ),
+            ". Outer steps are still done, so the run can resume on more ranks; hook=None trains"
+            " without",
+            choice.warnings(compressor.display_name, checked=self._request.check_every is not None),
         )
 
     def warnings(self) -> list[str]:
-        found = list(self.driver.still_sent)
+        warnings = list(self.driver.still_sent)
         if self._request.check_every is not None and not self._outer.rules.at_once:
-            found.append(
+            warnings.append(
                 "check_every compares weights when they should be equal on all ranks: with"
                 " fragments or delay that is after a save or a validation only"
             )
-        return [f"hook {self._request.name}: {each}" for each in found]
+        return [f"hook {self._request.name}: {warning}" for warning in warnings]
 
     def plan(self) -> ModelPlan:
-        plan, nodes = (
-            session_plan(self._request.name, self._outer, self._source.sparse, self._saved_by),
-            self.driver.partner.nodes,
-        )
+        plan = session_plan(self._request.name, self._outer, self._source.sparse, self._saved_by)
+        nodes = self.driver.partner.nodes
         return plan if nodes is None else dataclasses.replace(plan, arrangement=nodes.description)
 
     @contextlib.contextmanager
@@ -199,7 +197,8 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
         # cycle.
         plans = functools.partial(parameter_plans, names=source.names, sparse=source.sparse)
         super().__init__(hook, driver.outer, source.group, plans)
-        self._driver, self._saves = driver, saves
+        self._driver = driver
+        self._saves = saves
 
     def save(
         self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True
@@ -223,7 +222,7 @@ class _LocalStepsCheckpointer(LearnedStateCheckpointer):
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
         dtypes = {
-            name: compute_dtype(each.dtype)
-            for name, each in source.whole.named_parameters().items()
+            name: compute_dtype(parameter.dtype)
+            for name, parameter in source.whole.named_parameters().items()
         }
-        return {each.key: dict(dtypes) for each in self._session.compressor.state_fields}
+        return {field.key: dict(dtypes) for field in self._session.compressor.state_fields}

@@ -24,6 +24,8 @@ NAMES = (
     "members",
 )
 """Names of the metrics; docs/working.md explains each."""
+_SO_FAR = ("bytes_sent", "compressed_steps", "nonfinite_steps")
+_LATEST = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")
 
 
 class Meter:
@@ -35,26 +37,15 @@ class Meter:
         )
 
     def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
-        # hooks cannot be pickled; Lightning's spawn launcher pickles its callbacks
-        return (
-            Meter,
-            (),
-        )
+        # Hooks cannot be pickled, and Lightning's spawn launcher pickles its callbacks.
+        return Meter, ()
 
     def read(self, hook: CommHook, *, prefix: str = PREFIX) -> dict[str, float]:
-        now, before = hook.stats(), self._before.get(hook, {})
+        now = hook.stats()
+        before = self._before.get(hook, {})
         self._before[hook] = now
-        values: dict[str, float | None] = {
-            **{
-                name: now["so_far"][name]
-                for name in ("bytes_sent", "compressed_steps", "nonfinite_steps")
-            },
-            **{
-                name: now[name]
-                for name in ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")
-            },
-            **hook.norms(),
-        }
+        values: dict[str, float | None] = {name: now["so_far"][name] for name in _SO_FAR}
+        values |= {name: now[name] for name in _LATEST} | hook.norms()
         passes = now["backward_passes"] - before.get("backward_passes", 0)
         for name, of, unit in (
             ("bytes_per_pass", "bytes_sent", 1),

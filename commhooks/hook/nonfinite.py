@@ -29,7 +29,9 @@ class NonfiniteWarning:
     """
 
     def __init__(self, session: Session, source: GradientSource, *, logs: bool) -> None:
-        self._session, self._counters, self._source = session, session.counters, source
+        self._session = session
+        self._counters = session.counters
+        self._source = source
         self._on_host = precision.is_host_readable(source.device)
         # Without learned state the ranks that hold other shards do not know of a bad pass.
         self._logs = logs if session.compressor.transactional else source.group.rank() == 0
@@ -74,7 +76,8 @@ class NonfiniteWarning:
                 )
 
     def _averages_are_finite(self) -> bool:
-        futures, self._futures = self._futures, []
+        futures = self._futures
+        self._futures = []
         # DDP waits for the same futures next. It raises their errors.
         return self._done or all(_is_finite(future.wait()) for future in futures)
 
@@ -94,17 +97,13 @@ class NonfiniteWarning:
         ranks = dist.get_process_group_ranks(source.group)
         bad = [f"rank {rank} ({name})" for rank, name in zip(ranks, names, strict=True) if name]
         more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        return (
-            f"on {', '.join(bad[:4])}{more}"
-            if bad
-            else "once they are added up or rounded for the wire"
-        )
+        if not bad:
+            return "once they are added up or rounded for the wire"
+        return f"on {', '.join(bad[:4])}{more}"
 
 
 def nobody_skips(loss_scale: Callable[[], LossScale] | None) -> bool:
-    """Return whether there is no GradScaler, which would skip a step whose gradients are not
-    finite.
-    """
+    """Return whether there is no GradScaler, which would skip a step that is not finite."""
     scaler = scaler_of(loss_scale)
     if scaler is None:
         return loss_scale is None or isinstance(loss_scale, ScaleOf)

@@ -1,10 +1,8 @@
-"""Define the interface between `CommHook` and the three kinds of hooks: compressors, users'
-functions and local steps.
-"""
+"""The interface of the three kinds of hooks: compressors, users' functions and local steps."""
 
 import contextlib
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +13,9 @@ from commhooks.gradients.layout import Bucket
 from commhooks.gradients.source import Future, PassListener
 from commhooks.plan import ModelPlan
 from commhooks.report import Status, Summary
+
+if TYPE_CHECKING:
+    from commhooks.members.members import Members
 
 
 class Residuals(NamedTuple):
@@ -30,8 +31,10 @@ class Residuals(NamedTuple):
 
 class Hook(Protocol):
     counters: Counters
-    members: Any
-    """The machines, if they come and go; None otherwise."""
+
+    @property
+    def members(self) -> "Members | None":
+        """The machines, if they come and go; None otherwise."""
 
     def run(self, bucket: Bucket, /) -> Future:
         """Reduce one bucket, and return a future of the result."""

@@ -1,6 +1,4 @@
-"""Check that the replicas still have equal weights: the ranks compare checksums of all
-parameters.
-"""
+"""Check that the replicas still have equal weights: the ranks compare checksums of them."""
 
 import torch
 
@@ -13,14 +11,17 @@ from commhooks.hook.protocol import Hook
 
 
 class ReplicaCheck:
-    """Compares the replicas before every `every`-th synchronised backward pass, beginning with the
-    first: frozen weights, too, but not parameters that DDP ignores. All ranks of the model must run
-    it. Raises HookRunError on all ranks if anything differs; the message names the parameters and
-    the ranks.
+    """Compares the replicas before every `every`-th synchronised pass, beginning with the first.
+
+    Compares frozen weights, too, but not parameters that DDP ignores. All ranks of the model must
+    run it. Raises HookRunError on all ranks if anything differs; the message names the parameters
+    and the ranks.
     """
 
     def __init__(self, source: GradientSource, hook: Hook, every: int) -> None:
-        self._source, self._hook, self._every = source, hook, every
+        self._source = source
+        self._hook = hook
+        self._every = every
         self._passes = 0
 
     @plain_mode()
@@ -34,18 +35,21 @@ class ReplicaCheck:
         plan = agreement_key(*(repr(row) for row in self._hook.plan().parameters))
         # Under `Join`, a rank that has run out of data shadows the other ranks' collectives outside
         # of a backward pass. It has the weights of an earlier step, which are not compared.
-        own = [int(current_task() != -1), step, plan]
+        takes_part = int(current_task() != -1)
+        numbers = [takes_part, step, plan]
         source = self._source
         on_all_shards(
-            lambda: self._compare(own), [], source.shard_group, source.device, HookRunError
+            lambda: self._compare(numbers), [], source.shard_group, source.device, HookRunError
         )
 
     def after_pass(self) -> None:
         return None
 
-    def _compare(self, own: list[int]) -> None:
-        """`own`: 1 if this rank takes part, its step, and a hash of the plan."""
-        group, counters, step = self._source.group, self._hook.counters, own[1]
+    def _compare(self, numbers: list[int]) -> None:
+        """`numbers`: 1 if this rank takes part, its step, and a hash of the plan."""
+        group = self._source.group
+        counters = self._hook.counters
+        step = numbers[1]
         if group.size() == 1:
             return
         parameters = {
@@ -55,7 +59,8 @@ class ReplicaCheck:
             return
         device = next(iter(parameters.values())).device
         what = f"the comparison of the replicas before step {step}"
-        head = torch.tensor([*own, agreement_key(*parameters)], dtype=torch.int64, device=device)
+        numbers = [*numbers, agreement_key(*parameters)]
+        head = torch.tensor(numbers, dtype=torch.int64, device=device)
         heads = gather_rows(head, group, counters, what).tolist()
         present = [rank for rank, row in enumerate(heads) if row[0]]
         subjects = [

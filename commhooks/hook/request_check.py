@@ -1,5 +1,6 @@
-"""Check in `attach` that all ranks attach the same hook to the same model, and that each rank can
-run it. Otherwise the ranks would issue collectives of different sizes.
+"""Check in `attach` that all ranks attach the same hook to the same model, and can run it.
+
+Otherwise the ranks would issue collectives of different sizes.
 """
 
 import dataclasses
@@ -41,52 +42,64 @@ def check_on_all_ranks(
     source: GradientSource,
     loss_scale: bool,
 ) -> KernelChoice:
-    """Compare requests, models and plans over the ranks that average together, and requests over
-    all shards. Returns the kernel that all ranks will use. All ranks of the model must call this.
-    `compressor`: None for a user's function; `loss_scale`: whether this rank passes a loss scale.
+    """Compare what the ranks attach, and return the kernel that all of them will use.
+
+    Requests, models and plans are compared over the ranks that average together, and requests over
+    all shards. All ranks of the model must call this.
+
+    Args:
+        compressor: None for a user's function.
+        loss_scale: whether this rank passes a loss scale.
 
     Raises:
         AttachError: on all ranks, if the requests or models differ, if some ranks cannot run the
             hook, or if the group does not number its ranks from 0; the message names the ranks.
         HookConfigError: no rank can run the hook.
     """
-    group, shard_group, device = source.group, source.shard_group, source.device
-    check_futures(group, device)
+    check_futures(source.group, source.device)
     support = kernel_support(request, compressor, source)
     plans: list[UnitPlan] = []
     options = dict(request.options)
     if compressor is not None:
         options = dataclasses.asdict(compressor.config)
         plans = parameter_plans(compressor, source.names, source.sparse)
-    own_request = _described(request, options, loss_scale)
-    texts = [own_request, "\n".join(source.described()), "\n".join(map(repr, plans))]
-
-    def lines_of_ranks(text: str, group: dist.ProcessGroup) -> list[list[str]]:
-        return [each.split("\n") for each in gather_texts(text, group, device, _WHAT)]
-
-    def compare_replicas() -> KernelChoice:
-        numbers = [secrets.randbits(62), group.rank(), *map(agreement_key, texts), support.key]
-        own = torch.tensor(numbers, dtype=torch.int64, device=device)
-        table = gather_rows(own, group, None, _WHAT) if group.size() > 1 else own[None]
-        drawn, ranks, *keys, supports = table.t().tolist()
-        if len(set(drawn)) < group.size():
-            raise AttachError(_nothing_gathered(group))
-        if ranks != list(range(group.size())):
-            raise AttachError(_unnumbered(group, ranks))
-        for text, of_ranks, different in zip(
-            texts, keys, (_different_hooks, _different_models, _different_plans), strict=True
-        ):
-            if len(set(of_ranks)) > 1:
-                raise AttachError(different(lines_of_ranks(text, group)))
-        return agreed_choice(support, supports, group, device, AttachError)
-
+    described = _described(request, options, loss_scale)
+    texts = [described, "\n".join(source.described()), "\n".join(map(repr, plans))]
     choice, shards = on_all_shards(
-        compare_replicas, [agreement_key(own_request)], shard_group, device, AttachError
+        lambda: _compare_replicas(texts, support, source.group, source.device),
+        [agreement_key(described)],
+        source.shard_group,
+        source.device,
+        AttachError,
     )
     if len({key for (key,) in shards}) > 1:
-        assert shard_group is not None
-        raise AttachError(_different_hooks(lines_of_ranks(own_request, shard_group)))
+        assert source.shard_group is not None
+        lines = _lines_of_ranks(described, source.shard_group, source.device)
+        raise AttachError(_different_hooks(lines))
     return choice
+
+
+def _compare_replicas(
+    texts: list[str], support: KernelSupport, group: dist.ProcessGroup, device: torch.device
+) -> KernelChoice:
+    """`texts`: the request, the model and the plan of this rank, one line for each part."""
+    numbers = [secrets.randbits(62), group.rank(), *map(agreement_key, texts), support.key]
+    row = torch.tensor(numbers, dtype=torch.int64, device=device)
+    table = gather_rows(row, group, None, _WHAT) if group.size() > 1 else row[None]
+    drawn, ranks, *keys, supports = table.t().tolist()
+    if len(set(drawn)) < group.size():
+        raise AttachError(_nothing_gathered(group))
+    if ranks != list(range(group.size())):
+        raise AttachError(_unnumbered(group, ranks))
+    sentences = (_different_hooks, _different_models, _different_plans)
+    for text, of_ranks, sentence in zip(texts, keys, sentences, strict=True):
+        if len(set(of_ranks)) > 1:
+            raise AttachError(sentence(_lines_of_ranks(text, group, device)))
+    return agreed_choice(support, supports, group, device, AttachError)
+
+
+def _lines_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:
+    return [gathered.split("\n") for gathered in gather_texts(text, group, device, _WHAT)]
 
 
 def kernel_support(
@@ -94,18 +107,19 @@ def kernel_support(
 ) -> KernelSupport:
     if compressor is None:
         return KernelSupport()
-    parameters, learns = source.names.named_parameters().values(), compressor.transactional
-    devices = {p.device for p in parameters}
+    parameters = source.names.named_parameters().values()
+    devices = {parameter.device for parameter in parameters}
+    learns = compressor.transactional
     if learns or request.ranks_per_node is not None:
         try:
             precision.check_one_device(devices, compressor.display_name)
         except HookConfigError as error:  # other ranks may support it
-            return KernelSupport(
-                cannot=str(error) if learns else f"{error}, without ranks_per_node"
-            )
+            remedy = "" if learns else ", without ranks_per_node"
+            return KernelSupport(cannot=f"{error}{remedy}")
     if not learns or not devices:
         return KernelSupport()
-    return KernelSupport.of(compressor, devices.pop(), {p.dtype for p in parameters})
+    dtypes = {parameter.dtype for parameter in parameters}
+    return KernelSupport.of(compressor, devices.pop(), dtypes)
 
 
 def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: bool) -> str:
@@ -113,18 +127,18 @@ def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: boo
     # Compare a user's objects by their type only: their repr may contain an address.
     plain = (bool, int, float, str, type(None))
 
-    def is_plain(v: object) -> bool:
-        items = [*v, *v.values()] if type(v) is dict else v
-        return isinstance(v, plain) or (
+    def text_of(value: object) -> str:
+        items = [*value, *value.values()] if type(value) is dict else value
+        if isinstance(value, plain) or (
             type(items) is list and all(isinstance(item, plain) for item in items)
-        )
+        ):
+            return repr(value)
+        return f"<{type(value).__qualname__}>"
 
-    shown = [
-        f"{k}={v!r}" if is_plain(v) else f"{k}=<{type(v).__qualname__}>" for k, v in options.items()
-    ]
-    shown += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
-    shown += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
-    return "\n".join([request.name, *shown, f"loss_scale={'given' if loss_scale else None}"])
+    lines = [request.name, *(f"{name}={text_of(value)}" for name, value in options.items())]
+    lines += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
+    lines += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
+    return "\n".join([*lines, f"loss_scale={'given' if loss_scale else None}"])
 
 
 def _nothing_gathered(group: dist.ProcessGroup) -> str:
@@ -148,15 +162,16 @@ def _unnumbered(group: dist.ProcessGroup, ranks: list[int]) -> str:
 def _different_hooks(lines: list[list[str]]) -> str:
     several = len({name for name, *_ in lines}) > 1
     common = set.intersection(*(set(settings) for _, *settings in lines))
-    ranks: dict[str, list[str]] = {}
+    ranks_by_hook: dict[str, list[str]] = {}
     for rank, (name, *settings) in enumerate(lines):
-        own = name if several else ", ".join(each for each in settings if each not in common)
-        ranks.setdefault(own, []).append(str(rank))
-    found = "; ".join(
-        f"rank{'s' * (len(each) > 1)} {listed(each)}: {own}" for own, each in ranks.items()
+        differing = ", ".join(setting for setting in settings if setting not in common)
+        ranks_by_hook.setdefault(name if several else differing, []).append(str(rank))
+    hooks = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: {hook}"
+        for hook, ranks in ranks_by_hook.items()
     )
     return (
-        f"the ranks attach different hooks: {found}. Give every rank the same hook, options and"
+        f"the ranks attach different hooks: {hooks}. Give every rank the same hook, options and"
         " wrapper"
     )
 
@@ -173,9 +188,9 @@ def _different_plans(lines: list[list[str]]) -> str:
 
 
 def _first_difference(lines: list[list[str]]) -> str:
-    for place, found in enumerate(itertools.zip_longest(*lines, fillvalue="no parameter")):
-        if len(set(found)) > 1:
-            return f"parameter {place} is " + listed(
-                f"{x} on rank {r}" for r, x in enumerate(found)
-            )
+    rows = itertools.zip_longest(*lines, fillvalue="no parameter")
+    for place, of_ranks in enumerate(rows):
+        if len(set(of_ranks)) > 1:
+            shown = listed(f"{line} on rank {rank}" for rank, line in enumerate(of_ranks))
+            return f"parameter {place} is {shown}"
     raise AssertionError("no difference")

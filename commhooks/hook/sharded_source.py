@@ -31,19 +31,20 @@ def sharded_source(
         )
     if one_replica and replicate_group is None:
         sharded = sharded_parameters(model)
-        mesh, device = common_mesh(sharded), local_values(next(iter(sharded.values()))).device
+        mesh = common_mesh(sharded)
+        device = local_values(next(iter(sharded.values()))).device
         replicate_group = new_group(
             [[rank] for rank in range(mesh.size())], mesh.get_group(), device
         )
     return FullyShardGradients(model, _replicate_group(replicate_group))
 
 
-def _replicate_group(given: object) -> dist.ProcessGroup:
-    if isinstance(given, DeviceMesh) and given.ndim == 1:
-        return given.get_group()
-    if isinstance(given, dist.ProcessGroup):
-        return given
-    what = f"a mesh of {given.ndim} dimensions" if isinstance(given, DeviceMesh) else repr(given)
+def _replicate_group(group: object) -> dist.ProcessGroup:
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        return group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    what = f"a mesh of {group.ndim} dimensions" if isinstance(group, DeviceMesh) else repr(group)
     raise HookConfigError(
         f"replicate_group={what}; a model sharded by fully_shard needs the ranks that hold the same"
         " shard: with mesh = init_device_mesh(device_type, (replicas, shards),"

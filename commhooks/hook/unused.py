@@ -21,37 +21,43 @@ _not_ended: "list[UnusedWarning]" = []
 
 
 class UnusedWarning:
-    """Logs the warning at most once, when the hook is closed or the process exits, and passes it to
-    `callback`. Does not own the hook, which is freed with its model.
+    """Logs the warning at most once, when the hook is closed or the process exits.
+
+    Also passes it to a callback. Does not own the hook, which is freed with its model.
     """
 
     def __init__(
         self, name: str, hook: Hook, parameters: Sequence[torch.Tensor], *, logs: bool
     ) -> None:
-        self.callback: Callable[[str], None] | None = None
+        self._callback: Callable[[str], None] | None = None
         self._stop_counting: list[Callable[[], None]] = []
         # Nothing is left on the parameters when the hook is gone.
         stop = functools.partial(_call_all, self._stop_counting)
-        self._name, self._hook, self._counters = (
-            name,
-            weakref.ref(hook, lambda _: stop()),
-            hook.counters,
-        )
+        self._hook = weakref.ref(hook, lambda _: stop())
+        self._name = name
+        self._counters = hook.counters
         self._last_use = hook.status().use  # as of the first pass, if the hook no longer exists
         self._logs = logs and self._last_use is not None
-        self._parameters, self._process = set(map(id, parameters)), os.getpid()
-        self._called = self._in_pass = self._warned_before = False
+        self._parameters = set(map(id, parameters))
+        self._process = os.getpid()
+        self._called = False
+        self._in_pass = False
+        self._warned_before = False
         # backward passes by id of a parameter
         self._passes: collections.Counter[int] = collections.Counter()
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Watch the hook instead of those that it replaces: an earlier one of the same parameters,
-        or one whose model no longer exists. Count the backward passes of `parameters`, with and
-        without synchronisation, until the hook is called.
+    def begin(
+        self, parameters: Sequence[torch.Tensor], callback: Callable[[str], None] | None
+    ) -> None:
+        """Watch the hook, and count the backward passes of `parameters` until it is called.
+
+        It takes the place of an earlier hook of the same parameters, and of those whose model no
+        longer exists. Passes count with and without synchronisation. `callback`: gets the warning.
         """
-        for other in list(_not_ended):
-            if other._hook() is None or other._parameters & self._parameters:
-                other.silence()
+        self._callback = callback
+        for warning in list(_not_ended):
+            if warning._hook() is None or warning._parameters & self._parameters:
+                warning.silence()
         if self._logs:
             _not_ended.append(self)
             atexit.unregister(_at_exit)  # once, and before what was registered earlier
@@ -79,14 +85,13 @@ class UnusedWarning:
             _not_ended.remove(self)
 
     def will_end(self, passes: int) -> None:
-        """Log the warning now if the training ends after `passes` more backward passes and the hook
-        begins later.
-        """
-        use, end = self._use(), passes + self._passes_so_far()
+        """Log the warning now if the hook begins later than the run ends, after `passes` passes."""
+        use = self._use()
+        end = passes + self._passes_so_far()
         if self._logs and use is not None and not use.acted and use.begins >= end:
             self._warned_before = True
             logger.warning(
-                "hook %r begins at step %s, but this training ends at step %s, so that it has no"
+                "hook %r begins at step %s, but this run ends at step %s, so that it has no"
                 " effect. %s.",
                 self._name,
                 use.begins,
@@ -95,43 +100,42 @@ class UnusedWarning:
             )
 
     def ended(self) -> None:
-        """Log the warning if the training ends now. Does not log if an exception may have ended it,
-        nor in a forked process, because the training continues in the parent.
+        """Log the warning if the run ends now. Does not log if an exception may have ended it, nor
+        in a forked process, because the run continues in the parent.
         """
-        logs, use = self._logs and os.getpid() == self._process, self._use()
+        logs = self._logs and os.getpid() == self._process
         failed = self._in_pass or sys.exc_info()[0] is not None
-        # a backward pass need not use all parameters
-        uncalled, text = (
-            max(self._passes.values(), default=0),
-            "",
-        )
+        use = self._use()
         self.silence()
         if not logs or failed or use is None:
             return
-        if uncalled and not self._called:
-            text = (
-                f"hook {self._name!r} was never called in {uncalled} backward passes of its model,"
-                " and has averaged nothing. Train the wrapped model that it is attached to, and"
-                " not in no_sync(), which leaves out the hook (Accelerate's LocalSGD uses it)."
-            )
-        elif (
-            self._called
-            and not (use.acted or self._has_acted())
-            and (self._has_begun() or use.acts > 0)
-        ):
-            nonfinite = self._counters.nonfinite_steps
-            skipped = (
-                f" ({nonfinite} of them were not finite, and are no steps)" if nonfinite else ""
-            )
-            why = use.why if self._has_begun() else f"it begins at step {use.acts}. {use.remedy}"
-            text = (
-                f"hook {self._name!r} has {use.missing} in {self._passes_so_far()} backward"
-                f" passes{skipped}: {why}."
-            )
+        text = self._without_effect(use) if self._called else self._never_called()
         if text and not self._warned_before:
             logger.warning("%s", text)
-        if text and self.callback is not None:
-            self.callback(text)
+        if text and self._callback is not None:
+            self._callback(text)
+
+    def _never_called(self) -> str:
+        passes = max(self._passes.values(), default=0)  # a pass need not use all parameters
+        if not passes:
+            return ""
+        return (
+            f"hook {self._name!r} was never called in {passes} backward passes of its model,"
+            " and has averaged nothing. Train the wrapped model that it is attached to, and"
+            " not in no_sync(), which leaves out the hook (Accelerate's LocalSGD uses it)."
+        )
+
+    def _without_effect(self, use: Use) -> str:
+        begun = self._has_begun()
+        if use.acted or self._has_acted() or not (begun or use.acts > 0):
+            return ""
+        nonfinite = self._counters.nonfinite_steps
+        skipped = f" ({nonfinite} of them were not finite, and are no steps)" if nonfinite else ""
+        why = use.why if begun else f"it begins at step {use.acts}. {use.remedy}"
+        return (
+            f"hook {self._name!r} has {use.missing} in {self._passes_so_far()} backward"
+            f" passes{skipped}: {why}."
+        )
 
     def _use(self) -> Use | None:
         hook = self._hook()

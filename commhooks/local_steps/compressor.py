@@ -5,23 +5,24 @@ weights.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from commhooks.compressors.base import RESIDUAL, Compressor, Exchange, State, StateField, StepInfo
-from commhooks.compressors.quantized.compressor import Int4Compressor, Int8Compressor
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
-from commhooks.errors import HookConfigError
+from commhooks.errors import HookConfigError, invalid
 from commhooks.gradients import precision
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import compute_dtype
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.options import DiLoCo, LocalSGD, LocalSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, outer_step
+from commhooks.registry import compressor_named
 
 AnyLocalSteps = TypeVar("AnyLocalSteps", bound=LocalSteps)
-_QUANTISED: dict[str, type[Compressor[Any]]] = {"int8": Int8Compressor, "int4": Int4Compressor}
+_HOOKS = {"int8": "int8_compress", "int4": "int4_compress"}
+"""The hooks that send the differences of weights, by `wire`; "float32" needs none."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,16 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
 
     def __init__(self, config: AnyLocalSteps, wire_dtype: torch.dtype | None = None) -> None:
         super().__init__(config, wire_dtype)
-        quantised = _QUANTISED.get(config.wire)
-        self._wire = (
-            None
-            if quantised is None
-            else quantised(quantised.Config(exclude=list(config.excluded_globs)))
-        )
-        if self._wire is not None:
+        self._wire = None
+        if config.wire in _HOOKS:
+            quantised = compressor_named(_HOOKS[config.wire])
+            if quantised is None:
+                raise invalid(
+                    f"{type(config).__name__}: wire",
+                    config.wire,
+                    f"'float32': this build of commhooks lacks the hook {_HOOKS[config.wire]}",
+                )
+            self._wire = quantised(quantised.Config(exclude=list(config.excluded_globs)))
             self.collectives = self._wire.collectives
 
     @property
@@ -95,7 +99,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         on_wire = [plan.on_wire for plan in plans if isinstance(plan, WeightPlan)]
         if self._wire is not None:
             self._wire.native = self.native
-        wire = self._wire if any(each.compressed for each in on_wire) else None
+        wire = self._wire if any(plan.compressed for plan in on_wire) else None
         return OuterStepWorkspace(layout, on_wire, wire, self.offloads(layout.device))
 
     def offloads(self, device: torch.device) -> bool:

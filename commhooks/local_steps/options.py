@@ -7,6 +7,8 @@ import torch
 
 from commhooks.options import HookConfig, check_choice
 
+__all__ = ["DiLoCo", "LocalSGD"]
+
 WIRES = ("float32", "int8", "int4")
 
 
@@ -15,7 +17,7 @@ class LocalSteps(HookConfig):
     """Base of both options classes. Options of `DiLoCo` are constants here."""
 
     averages_weights: ClassVar[bool] = True
-    kind: ClassVar[str] = "local steps"
+    kind: ClassVar[str] = "commhooks.hook.local_steps_hook"
     start_option: ClassVar[str | None] = "start_iter"
 
     sync_every: int = 5
@@ -133,3 +135,9 @@ class DiLoCo(LocalSteps):
             "delay",
             f"0 up to {distance - 1}: the next turn comes {distance} steps later",
         )
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {
+    DiLoCo: "commhooks.local_steps.compressor:DiLoCoCompressor",
+    LocalSGD: "commhooks.local_steps.compressor:LocalSGDCompressor",
+}

@@ -6,6 +6,8 @@ from commhooks.errors import HookConfigError, invalid
 from commhooks.members.secret import check_secret
 from commhooks.options import as_python
 
+__all__ = ["Torchft"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Torchft:

@@ -10,7 +10,9 @@ import inspect
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import commhooks
@@ -34,19 +36,11 @@ It takes less than a minute. Start it like the run, on every machine:
 
 Times are predicted for transformers with --params parameters. With --step-ms, the time of a step
 without a network, it recommends a hook."""
+FINDS_MACHINES = "run the lighthouse, through which the machines of a run find each other (members)"
 LIGHTHOUSE = """\
 Runs torchft's lighthouse, through which the machines of a run with members="torchft" find each
 other. It needs no GPU and hardly any memory or network; run it on a machine that stays. Ends with
 Ctrl-C. Whoever reaches the port can take part: use it in a network that you trust."""
-COMMANDS = {
-    "hooks": "list the hooks and their options",
-    "plan": "show what a hook will compress in your model",
-    "network": "measure the network between the ranks, and what a step of training spends on it",
-    "env": "print versions, backends, kernels and interfaces of this machine, for bug reports",
-    "lighthouse": (
-        "run the lighthouse, through which the machines of a training find each other (members)"
-    ),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,49 +83,80 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     )
     parser.add_argument("--version", action="version", version=f"commhooks {commhooks.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    raw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parsers = {
-        name: subparsers.add_parser(name, help=text, description=text, **raw)
-        for name, text in COMMANDS.items()
-    }
-    plan, network = parsers["plan"], parsers["network"]
-    plan.description, network.description = PLAN, NETWORK
+    parsers = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = subparsers.add_parser(
+            name,
+            help=command.summary,
+            description=command.description or command.summary,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_arguments(parsers[name])
+    with suppress(ImportError):  # argcomplete is optional
+        import argcomplete
 
-    plan.add_argument(
+        argcomplete.autocomplete(parser)  # does nothing unless a shell asks for completions
+    return parser, parsers
+
+
+# ---- the arguments of each command
+# --------------------------------------------------------------------------------------------------
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    return None
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "model",
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns the nn.Module",
     )
-    hook: Any = plan.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
+    hook: Any = parser.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
     hook.completer = hook_names
-    plan.add_argument(
+    parser.add_argument(
         "--exclude",
         nargs="+",
         metavar="GLOB",
         help="the same as --options \"exclude=['GLOB', ...]\"",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--wrapper", choices=WRAPPERS, help="the dtype to which the hook casts what it sends"
     )
-    plan.add_argument(
+    parser.add_argument(
         "--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction"
     )
+    options = "options of the hook; values are YAML"
+    parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help=options)
+    _json_argument(parser, "sizes in bytes")
 
-    network.add_argument(
+
+def _network_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--params",
         nargs="+",
         default=["124M", "1.5B"],
         metavar="N",
         help="sizes of models: 350k, 124M, 7B (124M 1.5B)",
     )
-    network.add_argument(
+    parser.add_argument(
         "--step-ms", type=float, metavar="MS", help="the time of a step without a network"
     )
+    parser.add_argument(
+        "--backend", help="of the process group: nccl, gloo (default: torch's choice)"
+    )
+    _json_argument(parser, "bytes, seconds, bit/s")
 
-    lighthouse = parsers["lighthouse"]
-    lighthouse.description = LIGHTHOUSE
-    lighthouse.add_argument("--port", type=int, default=29510, help="on all interfaces (29510)")
-    lighthouse.add_argument(
+
+def _env_arguments(parser: argparse.ArgumentParser) -> None:
+    _json_argument(parser, "texts")
+
+
+def _lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=29510, help="on all interfaces (29510)")
+    parser.add_argument(
         "--wait-s",
         type=float,
         metavar="S",
@@ -141,7 +166,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
             " machines wait for it (3600). The machines themselves leave out one that hangs"
         ),
     )
-    lighthouse.add_argument(
+    parser.add_argument(
         "--heartbeat-timeout-s",
         type=float,
         metavar="S",
@@ -152,22 +177,40 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         ),
     )
 
-    options = "options of the hook; values are YAML"
-    plan.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help=options)
-    network.add_argument(
-        "--backend", help="of the process group: nccl, gloo (default: torch's choice)"
-    )
-    for name, holds in {
-        "plan": "sizes in bytes",
-        "network": "bytes, seconds, bit/s",
-        "env": "texts",
-    }.items():
-        parsers[name].add_argument("--json", action="store_true", help=f"print JSON: {holds}")
-    with suppress(ImportError):  # argcomplete is optional
-        import argcomplete
 
-        argcomplete.autocomplete(parser)  # does nothing unless a shell asks for completions
-    return parser, parsers
+def _json_argument(parser: argparse.ArgumentParser, holds: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print JSON: {holds}")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        summary: one line for `commhooks --help`.
+        description: for its own `--help`; "": the summary.
+    """
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None] = _no_arguments
+    description: str = ""
+
+
+COMMANDS = {
+    "hooks": Command("list the hooks and their options"),
+    "plan": Command("show what a hook will compress in your model", _plan_arguments, PLAN),
+    "network": Command(
+        "measure the network between the ranks, and what a step of training spends on it",
+        _network_arguments,
+        NETWORK,
+    ),
+    "env": Command(
+        "print versions, backends, kernels and interfaces of this machine, for bug reports",
+        _env_arguments,
+    ),
+    "lighthouse": Command(FINDS_MACHINES, _lighthouse_arguments, LIGHTHOUSE),
+}
+"""The subcommands by name. All except `hooks` are modules of this package with a function `run`."""
 
 
 def hook_names(**_: object) -> list[str]:
@@ -212,14 +255,16 @@ def print_hooks() -> None:
 
 
 def explained_options(config: type[Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each in config.__mro__:
-        section = (
-            inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-        )
+    """Return the first sentence about each option, from the docstrings of the config classes."""
+    texts: dict[str, str] = {}
+    for base in config.__mro__:
+        docstring = inspect.cleandoc(base.__doc__ or "")
+        section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
         entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
-        found = {name: " ".join(text.split()) for name, text in entries} | found
-    names = [
-        each.name for each in dataclasses.fields(config) if each.name not in config.without_use
-    ]
-    return {name: found.get(name, "").partition(". ")[0].rstrip(".") for name in names}
+        texts = {name: " ".join(text.split()) for name, text in entries} | texts
+    names = [option.name for option in dataclasses.fields(config)]
+    return {
+        name: texts.get(name, "").partition(". ")[0].rstrip(".")
+        for name in names
+        if name not in config.without_use
+    }

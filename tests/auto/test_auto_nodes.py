@@ -143,7 +143,10 @@ def _offered() -> list[tuple[set[str], int]]:
             run = Run.new(hook=auto, ranks_per_node=ranks_per_node, ddp=ddp).train(BEGIN + 1)
         assert decision_of(run).phase == "trying"
         results.append(
-            (set(decision_of(run).known), run.hook.state_dict()["notes"].get("ranks_per_node", 1))
+            (
+                set(decision_of(run).candidates),
+                run.hook.state_dict()["notes"].get("ranks_per_node", 1),
+            )
         )
     return results
 

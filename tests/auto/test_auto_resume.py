@@ -154,7 +154,7 @@ def _decided(label: str, **more: Any) -> Decision:
 def _resumed(saved: Decision, **options: Any) -> Decision:
     """At step 7. What it becomes can be saved and loaded."""
     made = resumed(saved, Auto(**{"quality": "close", **options}), 7, same_ranks=True)
-    assert Decision.from_plain(made.to_plain()).known == made.known
+    assert Decision.from_plain(made.to_plain()).candidates == made.candidates
     return made
 
 
@@ -182,7 +182,7 @@ def test_another_exclude_counts_after_a_resume(label: str) -> None:
     assert _measures(made, now) and made.candidate.label == label
     assert all(
         candidate.options.get("exclude", ["*embed*"]) == ["*embed*"]
-        for candidate in made.known.values()
+        for candidate in made.candidates.values()
     )
 
 
@@ -197,7 +197,7 @@ def test_another_quality_counts_after_a_resume() -> None:
     now = _decided("int8")
     made = _resumed(now, quality="same")
     labels = {"allreduce", "bf16", "int8"}
-    assert _measures(made, now) and made.known.keys() == made.counted_bytes.keys() == labels
+    assert _measures(made, now) and made.candidates.keys() == made.counted_bytes.keys() == labels
     # saved with quality="same"
     same = _decided("int8", others=made.others, counted_bytes=made.counted_bytes)
     assert _measures(_resumed(same), same)

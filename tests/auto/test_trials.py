@@ -110,7 +110,7 @@ def test_candidates_are_tried_in_turn_and_one_is_chosen(
     untried = SENT.keys() - now.tried_s.keys()
     assert ("not tried, because their bytes alone" in now.why) == bool(untried)
     assert all(label in now.why for label in untried)
-    assert set(now.known) == set(SENT) and Decision.from_plain(now.to_plain()) == now
+    assert set(now.candidates) == set(SENT) and Decision.from_plain(now.to_plain()) == now
 
 
 def test_what_sends_as_much_as_all_reduce_is_not_tried() -> None:
@@ -149,7 +149,7 @@ def test_a_trial_without_a_time_ends_the_trials() -> None:
         "allreduce",
         2,
     )
-    assert "int4 could not be measured" in now.why and set(now.known) == set(SENT)
+    assert "int4 could not be measured" in now.why and set(now.candidates) == set(SENT)
     assert Decision.from_plain(now.to_plain()).to_plain() == now.to_plain()
 
 

@@ -47,7 +47,7 @@ def events(now: Any = time.perf_counter, device_at: float | None = None) -> Iter
     with (
         mock.patch.object(precision, "is_host_readable", lambda device: False),
         mock.patch.object(counters, "has_clock", lambda device: True),
-        mock.patch("commhooks.hook.comm_hook.has_clock", lambda device: True),
+        mock.patch("commhooks.hook.statistics.has_clock", lambda device: True),
         mock.patch.object(counters, "event_on", lambda device: _Event(now())),
     ):
         yield _Event

@@ -76,7 +76,7 @@ WARNINGS = [
         (
             mlp,
             {"hook": commhooks.PowerSGD(start_powerSGD_iter=start), "total_steps": 6},
-            f"'powerSGD' begins at step {at}, but this training ends at step 6, so",
+            f"'powerSGD' begins at step {at}, but this run ends at step 6, so",
         )
         for start, at in ((6, 6), (1000, 1000), (0.999, 6))
     ),
@@ -85,7 +85,7 @@ WARNINGS = [
         mlp,
         {"hook": commhooks.Auto(measure_steps=6), "total_steps": 6},
         (
-            "'auto' begins at step 6, but this training ends at step 6, so that it has no effect."
+            "'auto' begins at step 6, but this run ends at step 6, so that it has no effect."
             " Set measure_steps to a smaller number, or name the hook."
         ),
     ),
@@ -236,8 +236,8 @@ def test_rank_0_logs_one_line_at_the_first_backward(run_ranks):
 ALONE = {
     "powerSGD": (
         "commhooks: powerSGD (rank 2): there is one rank, so nothing is sent. From step 2 on the"
-        " gradients are compressed as among several, so that the run can go on with any number of"
-        " them; hook=None trains on exact gradients"
+        " gradients are still compressed, so the run can resume on more ranks; hook=None trains on"
+        " exact gradients"
     ),
     "bf16": "commhooks: bf16_compress: there is one rank, so nothing is sent",
 }

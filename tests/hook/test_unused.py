@@ -202,7 +202,7 @@ def test_no_warning_is_wrong_or_repeated(run_ranks: Any) -> None:
     assert [line.split(":")[1] for line in on_0] == [
         " hook 'powerSGD' has compressed nothing in 1 backward passes",
         (
-            " hook 'powerSGD' begins at step 1, but this training ends at step 1, so that it has no"
+            " hook 'powerSGD' begins at step 1, but this run ends at step 1, so that it has no"
             " effect. Set start_powerSGD_iter to a smaller number."
         ),
     ]

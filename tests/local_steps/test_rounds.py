@@ -249,7 +249,7 @@ def test_replicas_are_compared_after_every_second_round(run_ranks):
 
 def test_what_one_rank_says(run_ranks):
     ((said,),) = run_ranks(_said, False, world_size=1)
-    assert "there is one rank, so nothing is sent. Outer steps are done as among several" in said
+    assert "there is one rank, so nothing is sent. Outer steps are still done, so the run" in said
 
 
 def _with_closure() -> Any:

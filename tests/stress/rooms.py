@@ -1,5 +1,4 @@
-"""Take each feature out of a copy of the tree, as the table of CONTRIBUTING.md says, and test what
-is left.
+"""Take each feature out of a copy of the tree, as CONTRIBUTING.md says, and test the rest.
 
 python -m tests.stress.rooms                # all of them
 python -m tests.stress.rooms auto FSDP2     # those whose names begin so
@@ -16,7 +15,15 @@ from pathlib import Path
 
 from tests.support.repository import REPOSITORY
 
-TESTED = ("tests/options", "tests/hook", "tests/engine")
+TESTED = (
+    "tests/options",
+    "tests/hook",
+    "tests/engine",
+    "tests/comm",
+    "tests/compressors",
+    "tests/gradients",
+    "tests/local_steps",
+)
 IMPORTS = """
 import importlib, pkgutil
 skipped = ("__main__", "triton_kernel", "pytorch_lightning", "_lightning")
@@ -30,11 +37,16 @@ for root in [{roots}]:
 
 @dataclass(frozen=True)
 class Room:
-    """A row of the table. `edits`: file below commhooks/ -> (part of a line, what takes its place
-    or "").
+    """A row of the table.
+
+    Attributes:
+        after: the name of the room that is taken out before this one; "": none.
+        edits: file below commhooks/ -> (part of a line, what takes its place or "").
+        words: a file of tests that contains one of them is not run.
     """
 
     name: str
+    after: str
     removed: list[str]
     edits: dict[str, list[tuple[str, str]]]
     words: list[str]
@@ -48,7 +60,11 @@ def rooms() -> list[Room]:
         .partition("\n## ")[0]
     )
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")][2:]
-    return [Room(row[0].strip(), _quoted(row[1]), _edits(row[2]), _quoted(row[3])) for row in rows]
+    return [
+        Room(name, after, _quoted(row[1]), _edits(row[2]), _quoted(row[3]))
+        for row in rows
+        for name, _, after in [row[0].strip().partition(", after ")]
+    ]
 
 
 def _quoted(text: str) -> list[str]:
@@ -75,19 +91,20 @@ def take_out(room: Room, tree: Path) -> None:
             word = re.compile(
                 rf"(?<!\w){re.escape(part)}(?!\w)" if part[0].isalnum() else re.escape(part)
             )
-            found = [
+            numbers = [
                 number
                 for number, line in enumerate(lines)
                 if word.search(line) and not line.startswith('"""')
             ]
-            if not found:
-                raise SystemExit(f"{room.name}: no line of commhooks/{file} holds {part!r}")
-            for number in reversed(found):
-                lines[number : number + 1] = [instead] if instead else []
+            if len(numbers) != 1:
+                raise SystemExit(
+                    f"{room.name}: {len(numbers)} lines of commhooks/{file} hold {part!r}, not 1"
+                )
+            lines[numbers[0] : numbers[0] + 1] = [instead] if instead else []
         (tree / "commhooks" / file).write_text("\n".join(lines) + "\n")
 
 
-def test(room: Room, tree: Path) -> bool:
+def test(name: str, words: list[str], tree: Path) -> bool:
     """Import what is left, and run the tests that do not name the feature."""
     roots = [
         root
@@ -99,31 +116,19 @@ def test(room: Room, tree: Path) -> bool:
     imports = IMPORTS.format(roots=", ".join(map(repr, roots)))
     if subprocess.run([sys.executable, "-c", imports], **run).returncode:  # type: ignore[call-overload]
         return False
-    names_it = re.compile("|".join(map(re.escape, room.words)))
-    files = sorted(file for folder in TESTED for file in (tree / folder).glob("test_*.py"))
+    names_it = re.compile("|".join(map(re.escape, words)))
+    files = sorted(file for folder in TESTED for file in (tree / folder).rglob("test_*.py"))
     kept = [str(file.relative_to(tree)) for file in files if not names_it.search(file.read_text())]
-    print(f"{room.name}: {len(kept)} of {len(files)} files of tests", flush=True)
-    options = [
-        "-q",
-        "-x",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "--durations",
-        "0",
-        "-p",
-        "no:cacheprovider",
-    ]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, *kept], **run)  # type: ignore[call-overload]
-    return bool(done.returncode == 0)
+    print(f"{name}: {len(kept)} of {len(files)} files of tests", flush=True)
+    options = "-q -x -n 2 --dist loadfile --durations 0 -p no:cacheprovider".split()
+    tests = subprocess.run([sys.executable, "-m", "pytest", *options, *kept], **run)  # type: ignore[call-overload]
+    return bool(tests.returncode == 0)
 
 
 def main(names: list[str]) -> int:
     failed = []
-    chosen = [
-        room for room in rooms() if not names or any(room.name.startswith(name) for name in names)
-    ]
+    by_name = {room.name: room for room in rooms()}
+    chosen = [room for room in by_name.values() if not names or room.name.startswith(tuple(names))]
     for room in chosen:
         with tempfile.TemporaryDirectory(prefix="commhooks-room-") as folder:
             tree = Path(folder)
@@ -138,8 +143,12 @@ def main(names: list[str]) -> int:
                 if (REPOSITORY / name).exists():
                     (tree / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(REPOSITORY / name, tree / name)
+            words = list(room.words)
+            if room.after:
+                take_out(by_name[room.after], tree)
+                words += by_name[room.after].words
             take_out(room, tree)
-            failed += [] if test(room, tree) else [room.name]
+            failed += [] if test(room.name, words, tree) else [room.name]
     print(f"{len(chosen) - len(failed)} of {len(chosen)} features can be taken out")
     for name in failed:
         print(f"not: {name}")

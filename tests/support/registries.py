@@ -17,10 +17,7 @@ def registries_as_before() -> Iterator[None]:
     finally:
         module = sys.modules.get("commhooks.registry")
         if module is not None:
-            compressors, factories = before or (
-                {compressor.Config.hook_name: compressor for compressor in module.BUILT_IN},
-                {},
-            )
+            compressors, factories = before or (module.built_in_hooks(), {})
             for name, compressor in module.COMPRESSORS.items():
                 if name not in compressors and compressor.__module__.startswith("examples."):
                     sys.modules.pop(compressor.__module__, None)

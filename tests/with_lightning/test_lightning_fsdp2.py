@@ -175,7 +175,7 @@ def test_parameters_that_are_not_averaged_and_a_late_start_are_warned_about(
 ) -> None:
     (beside, late), *others = run_ranks(_warned, str(tmp_path), world_size=2)
     assert "head.weight, head.bias: trained, but not sharded" in beside and not any(others)
-    assert "hook 'powerSGD' begins at step 100, but this training ends at step 4" in late
+    assert "hook 'powerSGD' begins at step 100, but this run ends at step 4" in late
 
 
 def _accumulated(root: str) -> dict[str, Any]:

@@ -250,7 +250,7 @@ FOR_EVER: dict[str, Any] = {"max_epochs": -1, "callbacks": [_Stop()]}
             {"start": 8, "callbacks": [FINDER]},
             8,
             8,
-            "begins at step 8, but this training ends at step 8,",
+            "begins at step 8, but this run ends at step 8,",
         ),
         ({"start": 7, "callbacks": [FINDER]}, 7, 8, None),
     ],
@@ -313,7 +313,7 @@ def test_a_second_fit_counts_its_own_steps(run_ranks: Any, tmp_path: Path) -> No
         assert rank["start"] == 4  # half of the 8 steps that are left of 12
         assert rank["stats"]["compressed_steps"] == 4
     (warning,) = run_ranks(_second_fit, str(tmp_path), 9)[0]["warnings"]
-    assert "begins at step 9, but this training ends at step 8," in warning
+    assert "begins at step 9, but this run ends at step 8," in warning
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ DILOCO = {"hook": "diloco", "hook_options": {"sync_every": 9}}
         (
             LATE,
             (
-                "hook 'powerSGD' begins at step 8, but this training ends at step 4, so that it has"
+                "hook 'powerSGD' begins at step 8, but this run ends at step 4, so that it has"
                 " no effect. Set "
             ),
         ),

@@ -6,6 +6,8 @@ from typing import ClassVar, Union
 
 from commhooks.options import HookConfig
 
+__all__ = ["BatchedPowerSGD", "PowerSGD"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(HookConfig):
@@ -84,3 +86,9 @@ class BatchedPowerSGD(PowerSGD):
         self._require(
             not self.exclude, "exclude", "none: whole buckets are compressed here; use PowerSGD"
         )
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {
+    PowerSGD: "commhooks.compressors.powersgd.compressor:PowerSGDCompressor",
+    BatchedPowerSGD: "commhooks.compressors.powersgd.batched:BatchedPowerSGDCompressor",
+}

@@ -5,6 +5,8 @@ from typing import ClassVar, Union
 
 from commhooks.options import HookConfig
 
+__all__ = ["Int4Compress", "Int8Compress"]
+
 _UNIT = 16
 _LARGEST_BLOCK = 2**16
 
@@ -73,3 +75,9 @@ class Int4Compress(Quantized):
     bits: ClassVar[int] = 4
 
     block_size: int = 128
+
+
+COMPRESSORS: dict[type[HookConfig], str] = {
+    Int8Compress: "commhooks.compressors.quantized.compressor:Int8Compressor",
+    Int4Compress: "commhooks.compressors.quantized.compressor:Int4Compressor",
+}

@@ -1,4 +1,5 @@
-"""Serve this rank's state to machines that heal, and answer other machines' questions (`client.py`).
+"""Serve this rank's state to machines that heal, and answer questions of other machines; they ask
+by `client.py`.
 
 Plain HTTP. Without a secret, whoever reaches the port can read the weights.
 """

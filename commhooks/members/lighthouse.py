@@ -197,7 +197,7 @@ class Lighthouse:
     def _others_train(self) -> bool:
         with contextlib.suppress(*NETWORK_ERRORS, ValueError):
             listed = machines_at(self._address)
-            return any(machine.heartbeat_s < _ALIVE_FOR_S for machine in listed)
+            return any(machine.server and machine.heartbeat_s < _ALIVE_FOR_S for machine in listed)
         return False
 
     def quorum(self, report: Report, deadline: float | None) -> Quorum | None:
@@ -297,7 +297,7 @@ class Lighthouse:
         quorum = client.quorum(
             name,
             limit,
-            address=self._server,
+            address="" if report.left else self._server,
             store_address=self._store,
             step=report.step,
             world_size=1,

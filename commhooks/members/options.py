@@ -17,7 +17,8 @@ class Torchft:
         lighthouse: address of the lighthouse, such as "http://host:29510". None: the environment
             variable TORCHFT_LIGHTHOUSE.
         min_machines: with fewer machines an outer step waits for more.
-        timeout_s: seconds after which a machine that does not answer is left out.
+        timeout_s: seconds after which a machine that does not answer or move is left out. None: as
+            long as three of the longest rounds so far, and at least 60 s.
         leave_s: seconds that a machine which leaves waits until the others come to their outer
             step.
         name: name of this machine, different on every machine. None: the host name.
@@ -28,7 +29,7 @@ class Torchft:
 
     lighthouse: str | None = None
     min_machines: int = 1
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
     leave_s: float = 20.0
     name: str | None = None
     secret: str | None = field(default=None, repr=False)
@@ -40,8 +41,11 @@ class Torchft:
             raise invalid(
                 "Torchft: min_machines", self.min_machines, "a number of machines, 1 or more"
             )
-        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < float("inf"):
-            raise invalid("Torchft: timeout_s", self.timeout_s, "seconds, more than 0")
+        timeout_s = self.timeout_s
+        if timeout_s is not None and (
+            type(timeout_s) not in (int, float) or not 0 < timeout_s < float("inf")
+        ):
+            raise invalid("Torchft: timeout_s", timeout_s, "seconds, more than 0, or None")
         if type(self.leave_s) not in (int, float) or not 0 <= self.leave_s < float("inf"):
             raise invalid("Torchft: leave_s", self.leave_s, "seconds, 0 or more")
         for option in ("lighthouse", "name"):

@@ -107,9 +107,13 @@ class MachinePartner:
         if (lighthouse := self._machine.lighthouse) is not None:
             counters = steps.counters
             lighthouse.heartbeats.passes = lambda: counters.backward_passes
+        numbers = self._machine.numbers
+        numbers.round = lambda: steps.state.step
+        numbers.passes = lambda: steps.counters.backward_passes
+        numbers.bytes_sent = lambda: steps.counters.bytes_sent
 
     def stats(self) -> dict[str, Any]:
-        return {"members": self.apart}
+        return {"members": self.apart, **self._machine.numbers.stats()}
 
     def leave(self) -> None:
         """End this machine's part in the training, and tell the others. `end_round` then raises
@@ -223,7 +227,7 @@ class MachinePartner:
         """
         text, lighthouse = "", self._machine.lighthouse
         if lighthouse is not None:
-            with span("quorum", self.name):
+            with span("quorum", self.name), self._machine.numbers.waiting():
                 quorum = lighthouse.quorum(report, deadline)
             text = json.dumps(
                 {
@@ -253,6 +257,7 @@ class MachinePartner:
 
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
+        self._machine.numbers.begin_round()
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
 
@@ -295,6 +300,7 @@ class MachinePartner:
         trained = sum(machine.trained for machine in machines)
         weight = len(machines) / trained if self._own.trained else 0.0
         self.exchanged_with = machines
+        self._machine.numbers.weight = weight / len(machines)
         if self._ranks.exchanges and not attempt.decision.reuse:
             self._connections.connect(machines, attempt.decision.name, limit_s)
         prepared = self._outer.prepare(weight, exchanges=self._ranks.exchanges)
@@ -305,7 +311,7 @@ class MachinePartner:
         attempt.prepared = prepared
 
     def _limit(self, deadline: float | None) -> float:
-        timeout_s = self.options.timeout_s
+        timeout_s = self._machine.timeout_s()
         return (
             timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
         )

@@ -5,6 +5,7 @@ ranks.
 import json
 import socket
 import uuid
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from commhooks.members.addresses import check_interface, own_host
 from commhooks.members.client import Client
 from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
+from commhooks.members.numbers import Numbers
 from commhooks.members.options import Torchft
 from commhooks.members.peers import Connections, RanksOfMachine
 from commhooks.members.secret import key_of
@@ -38,6 +40,7 @@ class ThisMachine:
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
+        self.numbers = Numbers()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
         own_id = (
@@ -73,9 +76,7 @@ class ThisMachine:
         host = own_host(address)
         if device.type == "cpu":
             check_interface(host)
-        self.server = StateServer(
-            host, self.timeout_s, self.connections.status, self._is_waited_for, self.key
-        )
+        self.server = StateServer(host, self.timeout_s, self._status, self._is_waited_for, self.key)
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
             self.store = f"{host}:{self._store.port}"
@@ -91,7 +92,11 @@ class ThisMachine:
 
     def timeout_s(self) -> float:
         """Return after how many seconds a machine is given up that does not answer or move."""
-        return self.options.timeout_s
+        limit_s = self.options.timeout_s
+        return self.numbers.limit_s if limit_s is None else limit_s
+
+    def _status(self) -> dict[str, Any]:
+        return self.connections.status() | {"numbers": self.numbers.shown()}
 
     def _is_waited_for(self) -> None:
         if self.lighthouse is not None:

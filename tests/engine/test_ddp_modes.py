@@ -32,8 +32,7 @@ from tests.support.kinds import AUTO
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
-# --------------------------------------------------------------------------------------------------
-# accumulation
+# ---- accumulation --------------------------------------------------------------------------------
 
 
 def _accumulate(model: nn.Module, step: int) -> None:
@@ -82,8 +81,7 @@ def test_accumulation_counts_synchronised_passes_and_reduces_the_sum(run_ranks, 
     run_ranks(accumulation, config)
 
 
-# --------------------------------------------------------------------------------------------------
-# unused parameters
+# ---- unused parameters ---------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -134,8 +132,7 @@ def test_unused_parameters_keep_their_residual(run_ranks):
     run_ranks(unused_parameters)
 
 
-# --------------------------------------------------------------------------------------------------
-# uneven inputs
+# ---- uneven inputs -------------------------------------------------------------------------------
 
 
 def uneven_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:

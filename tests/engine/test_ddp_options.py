@@ -34,8 +34,7 @@ from tests.support.features import delayed_in_small_buckets, mixed_precision_of_
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
-# --------------------------------------------------------------------------------------------------
-# works
+# ---- works ---------------------------------------------------------------------------------------
 
 
 def same_weights(config: commhooks.HookConfig) -> None:
@@ -165,8 +164,7 @@ def test_names_of_a_compiled_module_are_those_of_the_module(run_ranks):
     run_ranks(compiled_module)
 
 
-# --------------------------------------------------------------------------------------
-# skip_all_reduce_unused_params
+# ---- skip_all_reduce_unused_params ---------------------------------------------------------------
 
 
 class FirstUnused(nn.Module):
@@ -256,8 +254,7 @@ def test_skipped_buckets_are_counted_by_simple_hooks(run_ranks, uses):
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# refused
+# ---- refused -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

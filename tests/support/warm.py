@@ -38,8 +38,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-# --------------------------------------------------------------------------------------------------
-# in the tests
+# ---- in the tests --------------------------------------------------------------------------------
 
 _servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
 SHARED = "COMMHOOKS_WARM_SERVERS"
@@ -178,8 +177,7 @@ signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
 os.kill(os.getpid(), -status)
 """
 
-# --------------------------------------------------------------------------------------------------
-# in the server
+# ---- in the server -------------------------------------------------------------------------------
 
 
 def _serve(folder: Path, ready: int) -> dict[str, Any]:
@@ -306,8 +304,7 @@ def _method_name(depth: int = 2) -> str:
     return sys._getframe(depth).f_code.co_name
 
 
-# -------------------------------------------------------------------------------------------- in
-# the forked processes
+# ---- in the forked processes ---------------------------------------------------------------------
 
 
 def _become(request: dict[str, Any], stub: str) -> None:

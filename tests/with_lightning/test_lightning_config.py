@@ -49,8 +49,7 @@ NAMES = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# names
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def _by_name(root: str, name: str) -> dict[str, Any]:
@@ -91,8 +90,7 @@ def test_the_names_for_notebooks_are_those_that_work_there(monkeypatch: pytest.M
         pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_powersgd", logger=False)
 
 
-# --------------------------------------------------------------------------------------------------
-# construction
+# ---- construction --------------------------------------------------------------------------------
 
 
 def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -211,8 +209,7 @@ def test_without_pytorch_lightning_the_representation_is_short(
     assert repr(CommHookDDP(BF16Compress())) == "CommHookDDP(hook='bf16_compress')"
 
 
-# --------------------------------------------------------------------------------------------------
-# CLI
+# ---- CLI -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

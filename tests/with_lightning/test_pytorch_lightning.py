@@ -188,8 +188,7 @@ def test_strategies_are_pickled_by_name() -> None:
         assert type(copy) is type(strategy) and copy._request == strategy._request
 
 
-# --------------------------------------------------------------------------------------------------
-# wrong twins
+# ---- wrong twins ---------------------------------------------------------------------------------
 
 
 def test_a_trainer_gets_a_strategy_of_its_own_package_only() -> None:
@@ -223,8 +222,7 @@ def test_a_callback_of_the_other_package_is_an_error(
         run_ranks(_callback_of_the_other, str(tmp_path), name)
 
 
-# --------------------------------------------------------------------------------------------------
-# CLI
+# ---- CLI -----------------------------------------------------------------------------------------
 
 
 def _cli(config: str, root: str) -> Any:
@@ -248,8 +246,7 @@ def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path) -> None:
         assert options["matrix_approximation_rank"] == 3
 
 
-# --------------------------------------------------------------------------------------------------
-# imports
+# ---- imports -------------------------------------------------------------------------------------
 
 
 def _packages(folder: Path, **sources: str) -> None:

@@ -1,6 +1,4 @@
-"""Ways to run DDP that change which passes and which parameters a hook sees: accumulation, unused
-parameters, join.
-"""
+"""Accumulation, unused parameters and join keep every residual and average what they should."""
 
 from functools import partial
 

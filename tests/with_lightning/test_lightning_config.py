@@ -1,6 +1,4 @@
-"""CommHookDDP by name, from Python, and from LightningCLI: what is accepted, what is refused, and
-with which words.
-"""
+"""CommHookDDP is made by name, in Python and by LightningCLI, and refuses what cannot work."""
 
 import importlib
 import inspect

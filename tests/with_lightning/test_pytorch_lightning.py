@@ -145,9 +145,7 @@ def _steps(made: Any, model: Any, optimizer: Any, steps: range) -> None:
 
 
 def _with_fabric(package: Any, strategy: Any, pool: Any, path: str) -> dict[str, torch.Tensor]:
-    """The weights after eight steps; the last three are done again after a load, with the same
-    result.
-    """
+    """Return the weights after eight steps, of which the last three are repeated after a load."""
     made = package.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[pool])
     made.launch()
     net = Model().net
@@ -265,9 +263,7 @@ def _packages(folder: Path, **sources: str) -> None:
 
 
 def _imported(folder: Path, code: str) -> list[str]:
-    """Which packages are there, and which of them know the strategy names, after `code` in a
-    process without them.
-    """
+    """Return which packages know the strategy names after `code`, in a process without them."""
     code = f"""import sys
 for name in [*sys.modules]:
     if name.partition(".")[0] in ("lightning", "pytorch_lightning"):

@@ -106,7 +106,7 @@ def _memory(kind: str) -> dict[str, Any]:
         "residuals": sum(residual.nbytes for residual in residuals(run.hook).values()),
         "learned": sum(t.nbytes for t in session.state["q"].values()),
         "buffers": sum(
-            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)
+            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.share)
         ),
         "results once": all(
             len(s.results(session.state)) == s.from_owners[1][s._local_rank] for s in shares

@@ -331,7 +331,7 @@ def test_the_memory_that_is_planned_is_taken(
     assert planned.factors == kept + sum(
         _size(x.products._p) + _size(x.products._q) for x in kernels
     )
-    assert planned.copies == sum(_size(x.own_deltas) for x in kernels)
+    assert planned.copies == sum(_size(x.copies) for x in kernels)
     packed = _size(x.work.buffer for x in kernels)
     if isinstance(config, commhooks.BatchedPowerSGD):
         # A bucket that is not compressed is counted with them: an upper bound.

@@ -274,14 +274,8 @@ EXPLAINED = {
     ): "a whole bucket is one matrix",
     (
         "commhooks/compressors/powersgd/accelerator.py",
-        (
-            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
-            " 0, 0)"
-        ),
-        (
-            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
-            " 0, -1)"
-        ),
+        "padded = (len(groups[-1]) + 1) * length if groups else 0",
+        "padded = (len(groups[-1]) + 1) * length if groups else -1",
     ): "without groups it is not read",
     (
         "commhooks/engine/session.py",

@@ -60,8 +60,8 @@ others.
 EXPLAINED = {
     (
         "engine/immediate.py",
-        "finish",
-        "keep_for_current_stream([new_answer])",
+        "run",
+        "keep_for_current_stream([self.answer])",
     ): "the future has kept its value already",
     (
         "engine/streams.py",

@@ -282,7 +282,7 @@ def test_one_line_says_what_cannot_be_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["network"]) == 1
-    assert "no process group: start this like the training" in capsys.readouterr().err
+    assert "no process group: start this like the run" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
     assert "--params huge: expected a number" in capsys.readouterr().err
     for value in ("0.0", "nan", "inf"):  # JSON has no infinite number

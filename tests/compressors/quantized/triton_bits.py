@@ -24,7 +24,7 @@ from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.compressors.quantized.triton_kernel import TritonKernel, build, results_of
 from commhooks.errors import HookConfigError
 from commhooks.registry import compressor_of
-from tests.support import simulation
+from commhooks.testing import simulated_ranks
 from tests.support.models import masks
 from tests.support.simulation import SimulatedRanks
 
@@ -70,7 +70,7 @@ def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> 
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     ranks = SimulatedRanks(lambda: compressor_of(config)(config), world_size, parameters)
     results = []
-    info = simulation.StepInfo
+    info = simulated_ranks.StepInfo
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         buckets = [
@@ -83,7 +83,7 @@ def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> 
             ranks.layout.slots[3].of(bucket).zero_()
         factor = 0.7 if step == 2 else 1.0
         with mock.patch.object(
-            simulation, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
+            simulated_ranks, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
         ):
             with torch.no_grad():
                 assert ranks.step(buckets) == (step != 1)
@@ -142,7 +142,7 @@ def instructions() -> list[str]:
     from triton.compiler import ASTSource
 
     pointers = {"flags": "*u8", "codes": "*u8", "factor": "*fp32", "good": "*i1", "count": "*i32"}
-    pointers |= dict.fromkeys(("first", "tensor", "places", "own"), "*i64")
+    pointers |= dict.fromkeys(("first", "tensor", "places", "owned"), "*i64")
     pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32") | {"flat": "*bf16"}
     shared_options = {
         "LEVELS": 127,

@@ -99,6 +99,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m basedpyright --pythonpath $(abspath $(PY))
 	$(VENV)/bin/lint-imports --no-logo
 
 # The site in site/; a link that leads nowhere is an error. docs-serve shows it on http://127.0.0.1:8000 while it is edited.

@@ -9,10 +9,8 @@ from commhooks.errors import HookConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command, and return the exit status: 2 for an invalid request, 1 without
-    Accelerate.
-    """
-    given = sys.argv[1:] if arguments is None else arguments
+    """Run the command, and return its status: 2 for an invalid request, 1 without Accelerate."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="accelerate-commhooks",
         description="Communication hooks for Accelerate, set in its configuration file.",
@@ -27,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
             " asks for"
         ),
     )
-    parser.parse_args(given[:1])  # the others are for Accelerate's launcher and the script
+    parser.parse_args(arguments[:1])  # the others are for Accelerate's launcher and the script
     try:
         check_accelerate()
     except ImportError as error:
@@ -36,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     from accelerate_commhooks.launch import launch
 
     try:
-        return launch(given[1:])
+        return launch(arguments[1:])
     except HookConfigError as error:
         print(f"accelerate-commhooks launch: error: {error}", file=sys.stderr)
         return 2

@@ -3,30 +3,24 @@
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate import Accelerator, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_commhooks import stock_hooks
+from accelerate_commhooks.arguments import HookArguments
 from accelerate_commhooks.models import HookedModels
 from accelerate_commhooks.prepare import check_takes_hook, override_prepare
 from accelerate_commhooks.saving import any_model_has_hook, ensure_hook_saver
 from accelerate_commhooks.unattached import CALL_ATTACH, call_before_step, raise_or_warn, warn_alone
-from accelerate_commhooks.yaml_settings import DDP_FIELDS, VARIABLE, Settings
 from commhooks import CommHook, HookConfigError, HookRunError
-from commhooks.errors import no_such, print_error_on_rank_zero
-from commhooks.hook.plugin_api import ARGUMENTS, PREFIX, HookRequest, Meter
+from commhooks.hook.plugin_api import PREFIX, Meter
 
 
-@dataclass(eq=False, repr=False)
-class CommHookKwargs(DistributedDataParallelKwargs):
-    """Attaches a communication hook to the models that Accelerate prepares, and takes all arguments
-    of `DistributedDataParallelKwargs`.
+class CommHookKwargs(HookArguments):
+    """Attaches a communication hook to the models that Accelerate prepares.
+
+    It takes all arguments of `DistributedDataParallelKwargs`, too.
 
         Accelerator(kwargs_handlers=[CommHookKwargs(hook="powerSGD", bucket_cap_mb=50)])
 
@@ -60,121 +54,26 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             wrong type, or an invalid combination.
     """
 
-    hook: Any = field(default=None, kw_only=True)
-    hook_options: dict[str, Any] | None = field(default=None, kw_only=True)
-    hook_state: Any = field(default=None, kw_only=True)
-    wrapper: str | None = field(default=None, kw_only=True)
-    save_residual: str = field(default="per_rank", kw_only=True)
-    strict: bool = field(default=True, kw_only=True)
-    total_steps: int | None = field(default=None, kw_only=True)
-    check_every: int | None = field(default=None, kw_only=True)
-    ranks_per_node: int | str | None = field(default=None, kw_only=True)
-    members: Any = field(default=None, kw_only=True)
-
-    @print_error_on_rank_zero()
-    def __new__(cls, *args: Any, **kwargs: Any) -> "CommHookKwargs":
-        # Arguments override the environment even if they equal the default. __init__ cannot tell
-        # which were given.
-        handler = super().__new__(cls)
-        names = [f.name for f in dataclasses.fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                raise no_such("CommHookKwargs", "argument", name, names)
-        handler.given = frozenset(names[: len(args)]) | frozenset(kwargs)
-        return handler
-
-    @print_error_on_rank_zero()
     def __post_init__(self) -> None:
-        self.given: frozenset[str]
-        """Names of the arguments that the user has given, in Python, YAML or the environment."""
-        self.run_length: int | None = None
-        """Length of the run, set by transformers' Trainer; used if `total_steps` is None."""
-        self.ddp_defaults: dict[str, Any] = {}
-        """DDP arguments of transformers' Trainer; used for arguments that the user has not given.
-        """
+        super().__post_init__()
         self._models = HookedModels()
         self._meter = Meter()
-        self._settings: Settings | None = None
         self._warned_alone = False
         self._attached_to: weakref.WeakSet[Accelerator] = weakref.WeakSet()
-        asks = self.hook is not None or "hook" in self.given or stock_hooks.given_in(self)
-        settings = None if asks else Settings.from_environment()
-        if settings is not None:
-            settings.check()
-            with settings.errors_name_source():
-                outside = settings.arguments()
-            for name in outside.keys() - self.given:
-                setattr(self, name, outside[name])
-            self.given |= outside.keys()
-        request = self.request
-        if request.config is not None:
-            request.config.resolved(request.total_steps)  # a fraction needs total_steps
-        if settings is not None:
-            self._use(settings)
         call_before_step(self._check_attached)
-
-    @classmethod
-    def from_config(
-        cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()
-    ) -> "CommHookKwargs":
-        """Make a handler with the settings of a YAML file.
-
-        Args:
-            path: a file of settings, or a configuration of Accelerate with a section
-                `comm_hook_config`. None: the settings from `accelerate-commhooks launch` or
-                ACCELERATE_COMM_HOOK_CONFIG.
-            overrides: replace settings of the file, e.g.
-                `["hook_options.matrix_approximation_rank=8"]`.
-
-        Raises:
-            HookConfigError: no file, or invalid settings; the message names the file and the
-                setting.
-        """
-        settings = Settings.find(path, overrides)
-        with settings.errors_name_source():
-            handler = cls(**settings.arguments())
-        handler._use(settings)
-        return handler
 
     @property
     def attached(self) -> CommHook | None:
-        """The hook, with `stats()` and `plan()`, of the latest prepared model that still exists;
-        None without one.
-        """
+        """The hook of the latest prepared model that still exists; None without one."""
         return next(reversed(self.attached_hooks), None)
 
     @property
     def attached_hooks(self) -> list[CommHook]:
-        """The hooks of all existing models that were prepared with this handler, in order of
-        preparation.
-        """
+        """The hooks of all models that this handler has prepared and that still exist, in order."""
         return self._models.hooks
 
-    @property
-    def request(self) -> HookRequest:
-        """The checked values of the fields, which users may change."""
-        if not isinstance(self.dim, int):
-            raise HookConfigError(
-                f"CommHookKwargs({self.dim!r}): the first positional argument is DDP's `dim`; "
-                f"write CommHookKwargs(hook={self.dim!r})"
-            )
-        stock = stock_hooks.translated(self)
-        if not stock and self.hook is None and "hook" not in self.given:
-            raise HookConfigError(
-                "CommHookKwargs needs hook=, such as 'powerSGD', or settings from"
-                f" `accelerate-commhooks launch` or a YAML file named in {VARIABLE}. hook=None is"
-                " DDP without a hook"
-            )
-        return HookRequest.parse(**{name: getattr(self, name) for name in ARGUMENTS} | stock)
-
-    @property
-    def off(self) -> bool:
-        return self.request.off
-
     def is_attached(self, model: torch.nn.Module) -> bool:
-        """Return whether `model`, which is from `prepare` or the module inside it, has a hook of
-        this handler.
-        """
+        """Return whether `model`, from `prepare` or the module inside it, has a hook of this."""
         return self._models.has(model)
 
     def log(self, accelerator: Accelerator, step: int | None = None) -> None:
@@ -248,39 +147,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self._warned_alone = True
             warn_alone(self.request)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        # Accelerate 1.15 looks up handlers by their exact class
-        # (`handler_class_to_attr[handler.__class__]`), and a subclass would raise KeyError.
-        # `type()` and `isinstance` still use the real class.
-        return DistributedDataParallelKwargs
-
-    def to_dict(self) -> dict[str, Any]:
-        own = {f.name: getattr(self, f.name) for f in DDP_FIELDS}
-        return own | {
-            name: value for name, value in self.ddp_defaults.items() if not self.has_set(name)
-        }
-
-    def has_set(self, name: str) -> bool:
-        return name in self.given or getattr(self, name) != getattr(type(self), name)
-
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attach a hook to a model that has just been wrapped. `Accelerator.prepare_model` calls
-        this on every rank.
+        """Attach a hook to a model that has just been wrapped.
+
+        `Accelerator.prepare_model` calls this on every rank.
         """
         accelerator = _calling_accelerator()  # Accelerate 1.15 passes the model alone
-        if (
-            accelerator is not None
-            and accelerator not in self._attached_to
-            and self.members is not None
-        ):
+        if self.members is not None and accelerator not in (None, *self._attached_to):
             raise HookConfigError(f"members={self.members!r} beside DDP: {CALL_ATTACH}")
         self.attach_model(model, accelerator)
 
     def attach_model(self, model: torch.nn.Module, accelerator: Accelerator | None) -> None:
-        """Attach a hook to a prepared model, as `HookedModels.attach` does. Every rank must call
-        this.
-        """
+        """Attach a hook to a prepared model. Every rank must call this."""
         request = self.request
         shards = accelerator is not None and accelerator.distributed_type is DistributedType.FSDP
         if shards and "save_residual" not in self.given:
@@ -290,32 +168,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         )
 
     def _check_attached(self) -> bool:
-        if not (
-            self._models.were_attached or self._warned_alone or self.off or any_model_has_hook()
-        ):
+        done = self._models.were_attached or self._warned_alone
+        if not (done or self.off or any_model_has_hook()):
             raise_or_warn(self.request)
             self._warned_alone = True
         return True
-
-    def __repr__(self) -> str:
-        names = [f.name for f in dataclasses.fields(self) if f.name in self.given]
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"{type(self).__qualname__}({values})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and _values(self) == _values(other)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickles and copies contain the configuration, never a hook.
-        return (
-            _rebuild,
-            (type(self), _values(self)),
-            {"_settings": self._settings, "given": self.given},
-        )
-
-    def _use(self, settings: Settings) -> None:
-        self._settings = settings
-        settings.message("" if self.off else settings.attached_to_no_model, first=True)
 
 
 def _calling_accelerator() -> Accelerator | None:
@@ -327,20 +184,9 @@ def _calling_accelerator() -> Accelerator | None:
 
 def _check_trackers(accelerator: Accelerator) -> None:
     if not accelerator.trackers:
-        missing = (
-            ""
-            if accelerator.log_with
-            else "give Accelerator(log_with=...) an installed tracker, and "
-        )
+        tracker = "give Accelerator(log_with=...) an installed tracker, and "
+        missing = "" if accelerator.log_with else tracker
         raise HookRunError(
             f"CommHookKwargs.log: this accelerator has no trackers; {missing}call"
             " accelerator.init_trackers(...) first"
         )
-
-
-def _values(handler: Any) -> dict[str, Any]:
-    return {f.name: getattr(handler, f.name) for f in dataclasses.fields(handler)}
-
-
-def _rebuild(cls: type[CommHookKwargs], values: dict[str, Any]) -> CommHookKwargs:
-    return cls(**values)

@@ -1,5 +1,4 @@
-"""`accelerate-commhooks launch`: runs Accelerate's launcher and passes the section
-`comm_hook_config` to the workers.
+"""`accelerate-commhooks launch`: runs Accelerate's launcher with a section `comm_hook_config`.
 
 Accelerate 1.15 rejects configuration files with unknown keys and does not pass the path of the file
 to its workers. So Accelerate gets a copy of the file without the section, and the workers get the
@@ -52,12 +51,15 @@ _NOT_DDP = {
 
 
 def launch(arguments: list[str]) -> int:
-    """Run `accelerate launch` with these arguments, and pass the settings to the workers. Prints a
-    message if the script succeeded without the hook. Returns the exit status of the first process
-    that failed (128 + n after signal n), or 0. Raises HookConfigError before anything is started.
+    """Run `accelerate launch` with these arguments, and pass the settings to the workers.
+
+    Prints a message if the script succeeded without the hook. Returns the exit status of the first
+    process that failed (128 + n after signal n), or 0. Raises HookConfigError before anything is
+    started.
     """
     parser = launch_command_parser()
-    parser.prog, parser.description = "accelerate-commhooks launch", _DESCRIPTION
+    parser.prog = "accelerate-commhooks launch"
+    parser.description = _DESCRIPTION
     args = parser.parse_args(arguments)
     file = args.config_file
     if file is None and os.path.isfile(default_config_file):
@@ -91,19 +93,23 @@ def launch(arguments: list[str]) -> int:
             try:
                 status = _run(args)
             except ValueError as error:  # by Accelerate, about its copy of the file
-                raise HookConfigError(
-                    str(error).replace(str(args.config_file), str(file))
-                ) from error
+                message = str(error).replace(str(args.config_file), str(file))
+                raise HookConfigError(message) from error
         if status == 0 and not alone and message_file is not None:
-            text = (
-                f"{args.training_script} did not read {settings.source} and trained without a hook."
-                f" {LINE_TO_ADD}"
-            )
-            if message_file.exists():
-                text = message_file.read_text(encoding="utf-8")
-            if text:
-                _say(text)
+            _say_if_without_hook(args.training_script, settings.source, message_file)
     return status
+
+
+def _say_if_without_hook(script: str, source: object, message_file: Path) -> None:
+    """Print the workers' message, or that they wrote none because they did not read the settings.
+
+    An empty message means that a model got the hook.
+    """
+    text = f"{script} did not read {source} and trained without a hook. {LINE_TO_ADD}"
+    if message_file.exists():
+        text = message_file.read_text(encoding="utf-8")
+    if text:
+        _say(text)
 
 
 def _say(text: str) -> None:
@@ -117,15 +123,13 @@ def _say(text: str) -> None:
 def _read_as_accelerate(file: str) -> dict[str, Any]:
     try:
         text = Path(file).read_text(encoding="utf-8")
-        content: dict[str, Any] = (
-            json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
-        ) or {}
+        content = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
     except OSError as error:
         raise HookConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, yaml.YAMLError) as error:
         kind = "JSON, though its name ends with .json" if file.endswith(".json") else "YAML"
         raise HookConfigError(f"{file} is not {kind}: {' '.join(str(error).split())}") from error
-    return content
+    return content or {}
 
 
 def _settings(file: str | None, content: dict[str, Any]) -> Settings:
@@ -137,18 +141,16 @@ def _settings(file: str | None, content: dict[str, Any]) -> Settings:
                 " communication hook. Unset the variable or remove the section"
             )
         return Settings.read(file)
-    given = Settings.from_environment()
-    if given is None:
-        where = (
-            f"{file}: {no_section(content)}"
-            if file
-            else f"there is no configuration file ({default_config_file})"
-        )
+    settings = Settings.from_environment()
+    if settings is None:
+        where = f"there is no configuration file ({default_config_file})"
+        if file:
+            where = f"{file}: {no_section(content)}"
         raise HookConfigError(
             f"{where}, and {VARIABLE} is not set. `accelerate launch` starts a script without a"
             " communication hook"
         )
-    return given
+    return settings
 
 
 def _refuse_without_ddp(
@@ -156,7 +158,8 @@ def _refuse_without_ddp(
 ) -> None:
     where = [f"--{flag}" for flag in _NOT_DDP.values() if getattr(args, flag)]
     kind = content.get("distributed_type")
-    if not where and not args.multi_gpu and kind in [each.value for each in _NOT_DDP]:
+    refused = {distributed_type.value for distributed_type in _NOT_DDP}
+    if not where and not args.multi_gpu and kind in refused:
         where = [f"{file}: distributed_type: {kind}"]
     if where and not args.cpu:
         raise HookConfigError(
@@ -173,8 +176,10 @@ def _refuse_without_ddp(
 
 
 def _one_process_only(args: argparse.Namespace, content: dict[str, Any]) -> bool:
-    """Return whether Accelerate starts a single process. Accelerate 1.15 has two launchers for
-    local machines; its launcher for the CPU starts several processes only through MPI.
+    """Return whether Accelerate starts a single process.
+
+    Accelerate 1.15 has two launchers for local machines; its launcher for the CPU starts several
+    processes only through MPI.
     """
     kind = str(content.get("distributed_type") or "NO")  # YAML reads NO without quotes as false
     several = args.multi_gpu or args.use_fsdp or kind not in ("NO", "MULTI_CPU")
@@ -215,9 +220,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _end_children(signum: signal.Signals | None = None) -> None:
-    """End the script. Accelerate 1.15 leaves a single process running; torch's launcher itself ends
-    its processes.
-    """
+    """End the script: Accelerate 1.15 leaves a single process running; torch's launcher ends it."""
     children = psutil.Process().children()
     for child in children:
         with suppress(psutil.NoSuchProcess):

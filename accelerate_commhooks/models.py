@@ -1,6 +1,4 @@
-"""Attaches the hooks of one handler to models that Accelerate has prepared, and remembers these
-models.
-"""
+"""Attaches the hooks of one handler to models that Accelerate has prepared."""
 
 import weakref
 from collections.abc import Callable
@@ -42,10 +40,11 @@ class HookedModels:
         total_steps: int | None,
         settings: Settings | None,
     ) -> None:
-        """Attach the hook of `request` to a prepared model: wrapped in DDP; sharded by FSDP2 within
-        each replica; or neither, on a machine of one process that has others as members. Every rank
-        must call this. In the last two cases it replaces an earlier hook. `settings`: where the
-        request is from, for the message of the launcher.
+        """Attach the hook of `request` to a prepared model. Every rank must call this.
+
+        The model is wrapped in DDP; sharded by FSDP2 within each replica; or neither, on a machine
+        of one process in a run with other machines. In the last two cases this replaces an earlier
+        hook. `settings`: where the request is from, for the message of the launcher.
         """
         kind = None if accelerator is None else accelerator.distributed_type
         more: dict[str, Any] = {}
@@ -55,7 +54,8 @@ class HookedModels:
             more["replicate_group"] = replicas_of(accelerator)
         elif accelerator is not None and kind is DistributedType.NO:
             self._detach_earlier(model)
-            model, gradient_state = unwrapped(model), accelerator.gradient_state
+            model = unwrapped(model)
+            gradient_state = accelerator.gradient_state
             more["accumulates"] = lambda: not gradient_state.sync_gradients
         self._check_hook_state(request.hook_state)
         message = None if settings is None else settings.message

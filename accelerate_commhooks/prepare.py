@@ -42,12 +42,14 @@ class Handler(Protocol):
 
 
 def override_prepare(accelerator: Accelerator, handler: Handler) -> None:
-    """Override `prepare` of this one object, as long as `handler` is the accelerator's: shard
-    trained models within replicas, attach the hook to them, or to the model of a machine with one
-    process, and register prepared schedulers with the hook's `members`, so that a machine that
-    comes takes their state.
+    """Override `prepare` of this one object, as long as `handler` is the accelerator's.
+
+    It shards trained models within replicas, attaches the hook to them, or to the model of a
+    machine with one process, and registers prepared schedulers with the hook's `members`, so that a
+    machine that joins takes their state.
     """
-    method, schedulers = type(accelerator).prepare, itertools.count()
+    method = type(accelerator).prepare
+    schedulers = itertools.count()
 
     @functools.wraps(method)
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -96,6 +98,7 @@ def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
 
 def check_takes_hook(accelerator: Accelerator) -> None:
     """Raise HookConfigError if Accelerate neither wraps models in DDP nor shards replicas of them.
+
     `ParallelismConfig` may specify a single sharded replica: a run that has lost the other replicas
     goes on, as with DDP and one rank.
     """

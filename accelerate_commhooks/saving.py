@@ -54,19 +54,20 @@ it.
 
 
 class HookedModel:
-    """Refers to a wrapped model and its hook. All references are weak. `is_sharded`: by FSDP2;
-    otherwise it is wrapped in DDP.
+    """Refers to a wrapped model and its hook, weakly.
+
+    Attributes:
+        is_sharded: by FSDP2; otherwise the model is wrapped in DDP.
     """
 
     def __init__(
         self, model: torch.nn.Module, hook: CommHook, strict: bool, save_residual: str
     ) -> None:
-        self.is_sharded, self.strict, self.save_residual = (
-            isinstance(model, FSDPModule),
-            strict,
-            save_residual,
-        )
-        self._model, self._hook = weakref.ref(model), weakref.ref(hook)
+        self.is_sharded = isinstance(model, FSDPModule)
+        self.strict = strict
+        self.save_residual = save_residual
+        self._model = weakref.ref(model)
+        self._hook = weakref.ref(hook)
 
     @property
     def hook(self) -> CommHook | None:
@@ -74,8 +75,8 @@ class HookedModel:
         return None if self._model() is None or hook is None or hook.detached else hook
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        own = self._model()
-        return own is not None and self.hook is not None and unwrapped(model) is unwrapped(own)
+        mine = self._model()
+        return mine is not None and self.hook is not None and unwrapped(model) is unwrapped(mine)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -94,9 +95,10 @@ _SAVERS: "weakref.WeakKeyDictionary[Accelerator, HookSaver]" = weakref.WeakKeyDi
 
 
 def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
-    """Return the `HookSaver` of `accelerator`, made and registered with Accelerate by the first
-    call. It is needed without a hook, too, because its saves remove hook files that an earlier run
-    has left in the folder.
+    """Return the `HookSaver` of `accelerator`, which the first call makes and registers.
+
+    It is needed without a hook, too, because its saves remove hook files that an earlier run has
+    left in the folder.
     """
     saver = _SAVERS.get(accelerator)
     if saver is None:
@@ -105,17 +107,16 @@ def ensure_hook_saver(accelerator: Accelerator) -> "HookSaver":
 
 
 def any_model_has_hook() -> bool:
-    """Return whether a handler has attached a hook to a model of any accelerator that still
-    exists.
-    """
+    """Return whether a model of any accelerator that still exists has a hook."""
     return any(saver.has_hook() for saver in _SAVERS.values())
 
 
 class HookSaver:
-    """Saves and loads the hooks of one accelerator's models, which are numbered in order of
-    preparation. A model keeps its number when another is deleted. `free_memory` restarts the
-    numbering, as for Accelerate's own files. If a module is prepared again, the hook of its latest
-    wrapped model is saved.
+    """Saves and loads the hooks of one accelerator's models, numbered in order of preparation.
+
+    A model keeps its number when another is deleted. `free_memory` restarts the numbering, as for
+    Accelerate's own files. If a module is prepared again, the hook of its latest wrapped model is
+    saved.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -138,12 +139,15 @@ class HookSaver:
         return any(model.hook is not None for model in self._of_modules.values())
 
     def save(self, folder: str, *, writes_shared: bool) -> None:
-        """Write this rank's files into an existing folder, and with `writes_shared` also the shared
-        files. Remove files of an earlier save there that no current hook overwrites, because they
-        belong to other weights. All ranks must call this if a hook has `save_residual="mean"` or
-        averages weights, or if a model is sharded.
+        """Write this rank's files into an existing folder.
+
+        With `writes_shared` write the shared files, too, and remove files of an earlier save that
+        no current hook overwrites, because they belong to other weights. All ranks must call this
+        if a hook has `save_residual="mean"` or averages weights, or if a model is sharded.
         """
-        rank, models = self._live_accelerator().process_index, self._numbered()
+        accelerator = self._live_accelerator()
+        rank = accelerator.process_index
+        models = self._numbered()
         for number, model in enumerate(models):
             if model.is_sharded and (hook := model.hook) is not None:
                 _folder(folder, number).remove()
@@ -152,43 +156,42 @@ class HookSaver:
         def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
             for number, model in enumerate(models):
                 if not model.is_sharded and (hook := model.hook) is not None:
-                    shared, own = payload_parts.split(hook.state_dict(), rank, hook.run_number)
+                    shared, part = payload_parts.split(hook.state_dict(), rank, hook.run_number)
                     path = _path(folder, number)
-                    yield _of_rank(path, rank), own  # None removes the file of an earlier save
+                    yield _of_rank(path, rank), part  # None removes the file of an earlier save
                     if writes_shared:
                         yield path, shared
-            for path in (
-                _left_over(folder, models, self._live_accelerator().num_processes)
-                if writes_shared
-                else ()
-            ):
-                yield path, None
+            if writes_shared:
+                for path in _left_over(folder, models, accelerator.num_processes):
+                    yield path, None
 
         write_together(files(), rank)
         self._warn_about_size(models)
 
     @print_error_on_rank_zero()
     def load(self, folder: str) -> None:
-        """Load the files of `save` into the hooks of the prepared models. All ranks must call this.
-        Raises PayloadError, and changes nothing, if a file is damaged or does not fit.
+        """Load the files of `save` into the hooks of the prepared models.
+
+        All ranks must call this. Raises PayloadError, and changes nothing, if a file is damaged or
+        does not fit.
         """
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []
         for number, model in enumerate(self._numbered()):
             if (hook := model.hook) is None:
                 continue
-            path, place = _path(folder, number), _folder(folder, number)
-            if model.is_sharded and place.is_complete():
-                take_over.append(place.prepare_load(hook, strict=model.strict))
+            path = _path(folder, number)
+            dcp_folder = _folder(folder, number)
+            if model.is_sharded and dcp_folder.is_complete():
+                take_over.append(dcp_folder.prepare_load(hook, strict=model.strict))
             elif not model.is_sharded and (saved := self._read(path)) is not None:
                 with errors_begin_with(path, remedy=_REMEDY):
                     take_over.append(hook.prepare_load(saved))
             elif self._live_accelerator().is_main_process:
-                logger.warning(
-                    nothing_saved(folder, path.stem if model.is_sharded else path.name, hook.name)
-                )
-        for each in take_over:
-            each()
+                name = path.stem if model.is_sharded else path.name
+                logger.warning(nothing_saved(folder, name, hook.name))
+        for apply in take_over:
+            apply()
 
     # ---- what Accelerate calls
     # ---------------------------------------------------------------------------------------
@@ -203,6 +206,7 @@ class HookSaver:
 
     def _end_rounds_before(self, name: str) -> None:
         """Override the accelerator's method `name`: end the round of every hook, then call it.
+
         Accelerate 1.15 calls no pre-hook in `save_model`, and writes sharded weights before it
         calls the pre-hooks of `save_state`. So these public methods are overridden, on this one
         object.
@@ -237,17 +241,19 @@ class HookSaver:
             )
 
     def _numbered(self) -> list[HookedModel]:
-        """Return the models with a hook, in order of preparation, without models that `free_memory`
-        has released. Accelerate 1.15 passes a list of its models to load pre-hooks only, which an
-        earlier pre-hook may have emptied.
+        """Return the models with a hook, in order of preparation.
+
+        Without models that `free_memory` has released. Accelerate 1.15 passes a list of its models
+        to load pre-hooks only, which an earlier pre-hook may have emptied.
         """
         prepared = getattr(self._live_accelerator(), "_models", self._of_modules)
-        modules = dict.fromkeys(unwrapped(each) for each in prepared)
-        return [self._of_modules[each] for each in modules if each in self._of_modules]
+        modules = dict.fromkeys(map(unwrapped, prepared))
+        return [self._of_modules[module] for module in modules if module in self._of_modules]
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         accelerator = self._live_accelerator()
-        rank, world_size = accelerator.process_index, accelerator.num_processes
+        rank = accelerator.process_index
+        world_size = accelerator.num_processes
         if not path.exists():
             if _of_rank(path, rank).exists():
                 raise PayloadError(
@@ -258,9 +264,7 @@ class HookSaver:
             return None
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (
-            Exception
-        ) as error:  # torch.load raises many kinds of exceptions for truncated or foreign files
+        except Exception as error:  # torch.load raises many kinds for truncated or foreign files
             raise PayloadError(f"{path} {_unreadable(path, error)}. {_REMEDY}") from error
         with errors_begin_with(path, remedy=_REMEDY):
             shared = payload_parts.check_shared(content)
@@ -274,7 +278,7 @@ class HookSaver:
                 world_size,
             )
         # one at a time: they are large
-        parts = (_part(_of_rank(path, each), shared, each) for each in needed)
+        parts = (_part(_of_rank(path, saved_by), shared, saved_by) for saved_by in needed)
         return payload_parts.merge(shared, parts, rank, world_size)
 
     def _live_accelerator(self) -> Accelerator:
@@ -289,16 +293,18 @@ def _left_over(folder: str, models: list[HookedModel], ranks: int) -> Iterator[P
     }
     for path in Path(folder).iterdir():
         if (ours := _OURS.fullmatch(path.name)) is not None:
-            number, is_sharded = int(ours[1] or 0), ours[2] is None
+            number = int(ours[1] or 0)
+            is_sharded = ours[2] is None
             read = _folder(folder, number).last_file if is_sharded else path
             if ((number, is_sharded) not in kept or int(ours[3] or 0) >= ranks) and read.is_file():
                 yield read
 
 
 def _part(path: Path, shared: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the part of `rank`; None, with a warning, if it is unusable. Does not raise, because
-    the other ranks would not know of the error. At the next backward pass the ranks exchange
-    whether residuals are missing.
+    """Return the part of `rank`; None, with a warning, if it is unusable.
+
+    Does not raise, because the other ranks would not know of the error. At the next backward pass
+    the ranks exchange whether residuals are missing.
     """
     part: Any = None
     try:
@@ -320,9 +326,11 @@ def _path(folder: str, number: int) -> Path:
 
 def _folder(folder: str, number: int) -> DCPFolder:
     path = _path(folder, number)
-    return DCPFolder(
-        path.with_name(path.stem), "CommHookKwargs", lambda given: broadcast_object_list([given])[0]
-    )
+
+    def broadcast(content: Any) -> Any:
+        return broadcast_object_list([content])[0]
+
+    return DCPFolder(path.with_name(path.stem), "CommHookKwargs", broadcast)
 
 
 def _of_rank(path: Path, rank: int) -> Path:
@@ -362,7 +370,7 @@ def write_together(files: Iterable[tuple[Path, dict[str, Any] | None]], rank: in
                     # otherwise a power cut may leave an empty file under the new name
                     os.fsync(file.fileno())
         # removals come last
-        for path, written in sorted(temporary.items(), key=lambda each: each[1] is None):
+        for path, written in sorted(temporary.items(), key=lambda item: item[1] is None):
             with _os_errors_name(path):
                 if written is None:
                     path.unlink(missing_ok=True)

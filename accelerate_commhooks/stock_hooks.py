@@ -22,6 +22,7 @@ def given_in(handler: DistributedDataParallelKwargs) -> list[str]:
 
 def translated(handler: Any) -> dict[str, Any]:
     """Return the arguments of commhooks that select the same hook; {} if nothing is selected.
+
     Raises HookConfigError for an unknown one, and beside `hook`, `hook_options` or `wrapper` of the
     `CommHookKwargs`.
     """
@@ -38,8 +39,8 @@ def translated(handler: Any) -> dict[str, Any]:
     hook = _chosen("comm_hook", handler.comm_hook, DDPCommunicationHookType)
     wrapper = _chosen("comm_wrapper", handler.comm_wrapper, wrappers)
     if hook is None:
-        given = "comm_wrapper" if wrapper is not None else "comm_state_option"
-        raise HookConfigError(f"{given} without comm_hook: no communication hook is set")
+        argument = "comm_wrapper" if wrapper is not None else "comm_state_option"
+        raise HookConfigError(f"{argument} without comm_hook: no communication hook is set")
     return {"hook": hook, "hook_options": handler.comm_state_option or None, "wrapper": wrapper}
 
 

@@ -115,8 +115,9 @@ class CommHookTrainerMixin(_Base):
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The hook, with `stats()` and `plan()`, of the model in training or trained last. None
-        before the first `train()`; after `train()` the hook is closed (see `CommHook.close`).
+        """The hook of the model in training or trained last; None before the first `train()`.
+
+        After `train()` it is closed (see `CommHook.close`).
         """
         # another Trainer may have used the handler since
         return self._closed_hook or self._hook_handler.attached
@@ -125,22 +126,18 @@ class CommHookTrainerMixin(_Base):
     # --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Also attach the handler. Called at construction and in each trial of a hyperparameter
-        search.
-        """
+        """Also attach the handler. Called at construction and in each trial of a search."""
         super().create_accelerator_and_postprocess()
-        handler, trainers_own = self._hook_handler, self.accelerator.ddp_handler
-        if trainers_own is not None:
-            handler.ddp_defaults = trainers_own.to_dict()
+        handler = self._hook_handler
+        of_trainer = self.accelerator.ddp_handler
+        if of_trainer is not None:
+            handler.ddp_defaults = of_trainer.to_dict()
             for name, value in handler.ddp_defaults.items():
-                theirs = getattr(handler, name)
-                if (
-                    getattr(self.args, f"ddp_{name}", None) is not None
-                    and handler.has_set(name)
-                    and theirs != value
-                ):
+                ours = getattr(handler, name)
+                in_arguments = getattr(self.args, f"ddp_{name}", None) is not None
+                if in_arguments and handler.has_set(name) and ours != value:
                     raise HookConfigError(
-                        f"{name}={theirs!r} in CommHookKwargs(...), but ddp_{name}={value!r} in "
+                        f"{name}={ours!r} in CommHookKwargs(...), but ddp_{name}={value!r} in "
                         "TrainingArguments(...): set it in one place"
                     )
             self.accelerator.ddp_handler = None  # the hook's handler now holds its arguments
@@ -196,19 +193,18 @@ class CommHookTrainerMixin(_Base):
         scheduler.load_state_dict(progress["scheduler"])
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """End the hook's round, so that all ranks have the same weights, then call
-        `Trainer.evaluate`.
-        """
+        """End the hook's round, so that all ranks have the same weights, then evaluate."""
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()
         result: dict[str, float] = super().evaluate(*args, **kwargs)
         return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; if called for a checkpoint (`_internal_call`, transformers 5.23), save
-        the hook first: with `save_residual="mean"` the ranks wait for each other, and only one rank
-        writes the model. The Trainer writes `trainer_state.json` last, so a complete checkpoint
-        includes the hook's shared file.
+        """Save the model; for a checkpoint (`_internal_call`, transformers 5.23), the hook first.
+
+        With `save_residual="mean"` the ranks wait for each other, and only one rank writes the
+        model. The Trainer writes `trainer_state.json` last, so a complete checkpoint includes the
+        hook's shared file.
         """
         if self.comm_hook is not None and self._closed_hook is None:
             self.comm_hook.synchronize()  # all ranks have the same weights then
@@ -222,27 +218,20 @@ class CommHookTrainerMixin(_Base):
 
 
 class CommHookTrainer(CommHookTrainerMixin, Trainer):
-    """`transformers.Trainer` with a communication hook; `CommHookTrainerMixin` describes the
-    additional arguments.
-    """
+    """`transformers.Trainer` with a hook; `CommHookTrainerMixin` describes its arguments."""
 
 
-def _raise_if_unknown(given: Iterable[str], cls: type, error: TypeError) -> None:
-    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    parameters = [
-        each
-        for function in constructors
-        for each in inspect.signature(function).parameters.values()
-    ]
-    by_name = [
-        each.name
-        for each in parameters
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    known = [name for name in dict.fromkeys(by_name) if name != "self"]
-    for name in given:
-        if name not in known:
-            raise no_such(cls.__name__, "argument", name, known) from error
+def _raise_if_unknown(names: Iterable[str], cls: type, error: TypeError) -> None:
+    allowed: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    allowed.append(parameter.name)
+    allowed = [name for name in dict.fromkeys(allowed) if name != "self"]
+    for name in names:
+        if name not in allowed:
+            raise no_such(cls.__name__, "argument", name, allowed) from error
 
 
 def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
@@ -269,15 +258,14 @@ def _handler(hook: Any, settings: dict[str, Any]) -> CommHookKwargs:
 
 
 class HookCallback(TrainerCallback):
-    """Loads the hook's state, reads its metrics, closes it, and checks that each checkpoint
-    contains it.
-    """
+    """Loads the hook's state, reads its metrics, closes it, and checks that checkpoints hold it."""
 
     def __init__(self, trainer: "CommHookTrainerMixin") -> None:
         self.trainer: CommHookTrainerMixin = weakref.proxy(trainer)  # which holds this callback
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, handler = self.trainer, self.trainer._hook_handler
+        trainer = self.trainer
+        handler = trainer._hook_handler
         if handler.is_attached(trainer.model_wrapped):
             assert handler.attached is not None
             if (members := handler.attached.members) is not None:
@@ -297,10 +285,8 @@ class HookCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the metrics of the coming step while its gradients exist."""
         step = state.global_step + 1
-        due = (
-            args.logging_strategy == IntervalStrategy.STEPS
-            and step % (state.logging_steps or step + 1) == 0
-        )
+        logs_steps = args.logging_strategy == IntervalStrategy.STEPS
+        due = logs_steps and step % (state.logging_steps or step + 1) == 0
         if due or step == 1 and args.logging_first_step:
             self.trainer._metrics_at = {step: self.trainer._metrics()}
 
@@ -319,7 +305,8 @@ class HookCallback(TrainerCallback):
             self.trainer._closed_hook = hook
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, hook = self.trainer, self.trainer.comm_hook
+        trainer = self.trainer
+        hook = trainer.comm_hook
         missing = trainer._saved_at_step != state.global_step and not args.save_only_model
         if hook is not None and missing and state.is_world_process_zero:
             logger.warning(
@@ -350,21 +337,19 @@ class _Progress(_WithoutMetrics, ProgressCallback):
 
 
 def print_no_metrics(trainer: Trainer) -> None:
-    """Replace the callbacks that transformers uses to print logs. Users' own callbacks stay, even
-    subclasses.
-    """
+    """Replace the callbacks that transformers uses to print logs, but no subclasses of users."""
     for theirs, ours in ((PrinterCallback, _Printer), (ProgressCallback, _Progress)):
-        for callback in [
-            each for each in trainer.callback_handler.callbacks if type(each) is theirs
-        ]:
-            trainer.remove_callback(callback)
-            trainer.add_callback(ours)
+        for callback in list(trainer.callback_handler.callbacks):
+            if type(callback) is theirs:
+                trainer.remove_callback(callback)
+                trainer.add_callback(ours)
 
 
 class _BetweenSteps(JITCheckpointCallback):
-    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step. transformers 5.23 also
-    saves between the backward pass and the optimizer's step: the hook's residual is then one step
-    ahead of the weights, and a resumed run would repeat the step on it.
+    """Saves on SIGTERM (`enable_jit_checkpoint`) before or after a step.
+
+    transformers 5.23 also saves between the backward pass and the optimizer's step: the hook's
+    residual is then one step ahead of the weights, and a resumed run would repeat the step on it.
     """
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -374,8 +359,9 @@ class _BetweenSteps(JITCheckpointCallback):
 def save_between_steps(trainer: Trainer) -> None:
     if not trainer.args.enable_jit_checkpoint:
         return  # a callback of this class would be the user's
-    own = trainer.pop_callback(JITCheckpointCallback)  # the first one: the Trainer's
-    if isinstance(own, JITCheckpointCallback):
+    theirs = trainer.pop_callback(JITCheckpointCallback)  # the first one: the Trainer's
+    if isinstance(theirs, JITCheckpointCallback):
         ours = _BetweenSteps()
-        ours.trainer, ours.jit_manager = own.trainer, own.jit_manager
+        ours.trainer = theirs.trainer
+        ours.jit_manager = theirs.jit_manager
         trainer.add_callback(ours)

@@ -1,5 +1,6 @@
-"""Says that the hook of a handler is attached to no model: at the latest before the first optimizer
-step, because Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
+"""Says that the hook of a handler is attached to no model, at the latest before the first step.
+
+Accelerate 1.15 never calls its handler for models that it shards or does not wrap.
 """
 
 import functools
@@ -25,9 +26,7 @@ CALL_ATTACH = "call handler.attach(accelerator) before accelerator.prepare(...)"
 
 @print_error_on_rank_zero()
 def raise_or_warn(request: HookRequest) -> None:
-    """Raise AttachError if `CommHookKwargs.attach` was forgotten; in other cases without a hook log
-    a warning.
-    """
+    """Raise AttachError if `CommHookKwargs.attach` was forgotten; otherwise log a warning."""
     kind = AcceleratorState().distributed_type
     start = f"hook {request.name!r} is attached to no model"
     if kind is DistributedType.FSDP:
@@ -43,16 +42,18 @@ def raise_or_warn(request: HookRequest) -> None:
 
 
 def warn_alone(request: HookRequest) -> None:
+    remedy = "Start the script with torchrun or accelerate launch for several ranks."
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if processes > 1:
+        remedy = (
+            f"The launcher has started {processes} processes, and each trains alone: on CPUs pass"
+            " Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
+        )
     logger.warning(
         "%s: there is one rank, so nothing is sent. Accelerate does not wrap its model in DDP:"
         " there is no hook, and the gradients are exact. %s",
         request.name,
-        (
-            f"The launcher has started {os.environ['WORLD_SIZE']} processes, and each trains alone:"
-            " on CPUs pass Accelerator(cpu=True), or TrainingArguments(use_cpu=True)."
-            if int(os.environ.get("WORLD_SIZE") or 1) > 1
-            else "Start the script with torchrun or accelerate launch for several ranks."
-        ),
+        remedy,
     )
 
 
@@ -63,8 +64,9 @@ _checks: list["weakref.WeakMethod[Callable[[], bool]]"] = []
 
 
 def call_before_step(check: Callable[[], bool]) -> None:
-    """Call the bound method `check` before each step of any torch optimizer until it returns True,
-    once there is an `Accelerator`. Its object is not kept alive.
+    """Call the bound method `check` before each step of any optimizer until it returns True.
+
+    It is called once there is an `Accelerator`. Its object is not kept alive.
     """
     _watch_all_optimizers()
     _checks.append(weakref.WeakMethod(check))

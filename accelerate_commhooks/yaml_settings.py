@@ -1,6 +1,8 @@
-"""Read the settings of `CommHookKwargs` from YAML: the section `comm_hook_config` of Accelerate's
-configuration file, or a separate file. The keys are the arguments of `CommHookKwargs`. Hooks and
-states are strings here, and `hook: null` is DDP without a hook.
+"""Read the settings of `CommHookKwargs` from YAML.
+
+They are the section `comm_hook_config` of Accelerate's configuration file, or a separate file. The
+keys are the arguments of `CommHookKwargs`. Hooks and states are strings here, and `hook: null` is
+DDP without a hook.
 
 The environment variable ACCELERATE_COMM_HOOK_CONFIG holds the path of such a file.
 `accelerate-commhooks launch` sets it to a JSON object, recognised by its first character "{" (a
@@ -48,8 +50,8 @@ DDP_FIELDS = [
 
 _DDP_TYPES = typing.get_type_hints(DistributedDataParallelKwargs)
 TYPES: dict[str, Any] = (
-    {name: each.kind for name, each in ARGUMENTS.items()}
-    | {each.name: _DDP_TYPES[each.name] for each in DDP_FIELDS}
+    {name: argument.kind for name, argument in ARGUMENTS.items()}
+    | {option.name: _DDP_TYPES[option.name] for option in DDP_FIELDS}
     # Accelerate 1.15 annotates it as int, but DDP accepts fractions of a megabyte.
     | {"bucket_cap_mb": int | float}
 )
@@ -70,8 +72,9 @@ class Settings:
 
     @classmethod
     def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Settings":
-        """Read a YAML file: its section, or the whole file if there is none. Each override,
-        "key=value" or "hook_options.key=value", replaces a value of the file.
+        """Read a YAML file: its section, or the whole file if there is none.
+
+        Each override, "key=value" or "hook_options.key=value", replaces a value of the file.
         """
         loaded = _load(path)
         section = SECTION if SECTION in loaded else ""
@@ -86,8 +89,9 @@ class Settings:
 
     @classmethod
     def find(cls, path: str | Path | None, overrides: Iterable[str]) -> "Settings":
-        """Read a file, or without a path the environment variable; see `read`. Raises
-        HookConfigError if neither is given.
+        """Read a file, or without a path the environment variable; see `read`.
+
+        Raises HookConfigError if neither is given.
         """
         if isinstance(overrides, str):
             raise HookConfigError(
@@ -116,11 +120,9 @@ class Settings:
                 raise HookConfigError(f"{VARIABLE}={text}: {error}") from error
         try:
             content = json.loads(text)
-            values, source, file = (
-                dict(content["settings"]),
-                content["source"],
-                content["message_file"],
-            )
+            values = dict(content["settings"])
+            source = content["source"]
+            file = content["message_file"]
         except (ValueError, TypeError, KeyError) as error:
             raise HookConfigError(
                 f"{VARIABLE}={text}; expected the path of a YAML file, with './' before a name that"
@@ -147,21 +149,23 @@ class Settings:
                 check_arguments(common)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for `CommHookKwargs`. A `hook_state` "package.module:name" is
-        imported; a class or function is called without arguments to make the state.
+        """Return the arguments for `CommHookKwargs`.
+
+        A `hook_state` "package.module:name" is imported; a class or function is called without
+        arguments to make the state.
         """
         arguments = dict(self.values)
         path = arguments.get("hook_state")
         if path is not None:
-            found = import_path(path, f"hook_state={path!r}", kind="name")
-            arguments["hook_state"] = (
-                found() if inspect.isclass(found) or inspect.isfunction(found) else found
-            )
+            state = import_path(path, f"hook_state={path!r}", kind="name")
+            makes_state = inspect.isclass(state) or inspect.isfunction(state)
+            arguments["hook_state"] = state() if makes_state else state
         return arguments
 
     def message(self, text: str, *, first: bool = False) -> None:
-        """Make the launcher print `text` after the run, instead of an earlier text; "" prints
-        nothing. `first`: keep an earlier text.
+        """Make the launcher print `text` after the run; "" prints nothing.
+
+        `first`: keep an earlier text, which is replaced otherwise.
         """
         if self.message_file is not None:
             # The folder does not exist on other machines, nor after the launcher has ended.
@@ -205,9 +209,8 @@ def _load(path: str | Path) -> DictConfig:
         raise HookConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except OmegaConfBaseException as error:  # an interpolation that cannot be parsed
         raise HookConfigError(f"{path}: {error.full_key}: {str(error).splitlines()[0]}") from error
-    except (
-        Exception
-    ) as error:  # PyYAML also raises ValueError (`!!int abc`) and AttributeError (`!!timestamp x`)
+    except Exception as error:
+        # PyYAML also raises ValueError (`!!int abc`) and AttributeError (`!!timestamp x`).
         raise HookConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):
         # OmegaConf reads nothing else
@@ -216,20 +219,21 @@ def _load(path: str | Path) -> DictConfig:
 
 
 def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[str]) -> Any:
-    """Return `loaded` or its section, with the overrides, as plain types. Interpolations see the
-    whole file.
+    """Return `loaded` or its section, with the overrides, as plain types.
+
+    Interpolations see the whole file.
     """
-    given = list(overrides)
-    for each in given:
-        if not isinstance(each, str) or not each.partition("=")[0].strip() or "=" not in each:
+    overrides = list(overrides)
+    for text in overrides:
+        if not isinstance(text, str) or not text.partition("=")[0].strip() or "=" not in text:
             raise HookConfigError(
-                f"{source}: override {each!r}; expected 'key=value' or 'hook_options.key=value'"
+                f"{source}: override {text!r}; expected 'key=value' or 'hook_options.key=value'"
             )
     try:
-        changes = OmegaConf.from_dotlist(given)
-        merged: Any = (
-            OmegaConf.merge(loaded, {section: changes} if section else changes) if given else loaded
-        )
+        changes: Any = OmegaConf.from_dotlist(overrides)
+        if section:
+            changes = {section: changes}
+        merged: Any = OmegaConf.merge(loaded, changes) if overrides else loaded
         return plain(source, merged[section] if section else merged)
     except OmegaConfBaseException as error:
         raise HookConfigError(
@@ -237,11 +241,11 @@ def _merged(source: str, loaded: DictConfig, section: str, overrides: Iterable[s
         ) from error
     except TypeError as error:  # a list in the file, and an override of a key in it
         raise HookConfigError(
-            f"{source}: overrides {given}: the file has a list where an override has a key"
+            f"{source}: overrides {overrides}: the file has a list where an override has a key"
         ) from error
     except yaml.YAMLError as error:
         raise HookConfigError(
-            f"{source}: overrides {given}: {' '.join(str(error).split())}"
+            f"{source}: overrides {overrides}: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -253,8 +257,8 @@ def _typed(source: str, values: Any) -> dict[str, Any]:
         )
     for name in values:
         if name not in TYPES:
-            known = TYPES if "hook" in values else [*TYPES, SECTION]
-            raise no_such(source, "setting", str(name), known)
+            names = TYPES if "hook" in values else [*TYPES, SECTION]
+            raise no_such(source, "setting", str(name), names)
     if "hook" not in values:
         raise HookConfigError(f"{source}: hook is missing; expected its name, e.g. 'powerSGD'")
     if means_no_hook(values["hook"]):

@@ -1,5 +1,4 @@
-"""commhooks for PyTorch Lightning: DDP and FSDP2 strategies with a communication hook, which
-checkpoints include.
+"""commhooks for PyTorch Lightning: strategies with a communication hook, which checkpoints hold.
 
     Trainer(strategy=CommHookDDP(hook="powerSGD"))
 
@@ -43,7 +42,8 @@ _roots = {package: package.partition(".")[0] for package in MODULES}
 _installed = [package for package, root in _roots.items() if _is_installed(root)]
 if not _installed:
     raise ImportError("lightning_commhooks needs Lightning: pip install lightning")
-for _package in [each for each in _installed if _roots[each] in sys.modules] or _installed:
+_imported = [package for package in _installed if _roots[package] in sys.modules]
+for _package in _imported or _installed:
     # A Lightning that is too old for commhooks may be installed for another library. So the error
     # is raised only when a class is imported from here.
     with suppress(Exception):

@@ -1,6 +1,4 @@
-"""What the callbacks for a Trainer whose strategy has a communication hook add to Lightning's
-`Callback`.
-"""
+"""What the callbacks add to Lightning's `Callback`, for a Trainer with a communication hook."""
 
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -103,9 +101,10 @@ class MonitorMixin(Callback):
             logger.log_metrics(values, step=step)
         shown = values.get(f"{PREFIX}/{self.progress_bar}")
         if shown is not None:
+            # Progress bars have little room, so use a short name and three digits.
+            name = "x" if self.progress_bar == "compression_rate" else self.progress_bar
             pl_module.log(
-                # Progress bars have little room, so use a short name and three digits.
-                f"hook_{'x' if self.progress_bar == 'compression_rate' else self.progress_bar}",
+                f"hook_{name}",
                 float(f"{shown:.3g}"),
                 prog_bar=True,
                 logger=False,
@@ -116,9 +115,10 @@ class MonitorMixin(Callback):
 
 
 def hook_stats(trainer: "pl.Trainer") -> dict[str, Any] | None:
-    """Return `trainer.strategy.comm_hook.stats()`; None without a hook. After a fit in forked or
-    spawned processes, as in notebooks, `comm_hook` is None in the main process; then return rank
-    0's statistics at the end of the training.
+    """Return `trainer.strategy.comm_hook.stats()`; None without a hook.
+
+    After a fit in forked or spawned processes, as in notebooks, `comm_hook` is None in the main
+    process; then return rank 0's statistics at the end of the run.
     """
     hook = _hook_of(trainer)
     return getattr(trainer.state, "comm_hook_stats", None) if hook is None else hook.stats()
@@ -147,7 +147,8 @@ def _warn_if_unhooked(trainer: "pl.Trainer", text: str) -> bool:
 
 
 def _x_axis(trainer: "pl.Trainer") -> int:
-    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6);
-    without it the number of optimizer steps, which is larger with several optimizers.
+    """Return the step that `LightningModule.log` uses as x axis, which is private (lightning 2.6).
+
+    Without it return the number of optimizer steps, which is larger with several optimizers.
     """
     return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)

@@ -1,6 +1,4 @@
-"""Define the hook's part of Lightning's checkpoints: its key, the defaults, and whether all ranks
-take part in a save.
-"""
+"""The hook's part of Lightning's checkpoints: key, defaults, whether all ranks take part."""
 
 import inspect
 import sys
@@ -53,23 +51,24 @@ def saves_alone(trainer: "pl.Trainer") -> bool:
 
 
 def in_signal_handler() -> bool:
-    """Return whether this thread runs a signal handler. Python calls `handler(number, frame)` with
-    the interrupted frame, which is also the caller's frame.
+    """Return whether this thread runs a signal handler.
+
+    Python calls `handler(number, frame)` with the interrupted frame, which is also the caller's
+    frame.
     """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_back is None or not (
-            frame.f_code.co_argcount >= 2 or frame.f_code.co_flags & inspect.CO_VARARGS
-        ):
+        code = frame.f_code
+        takes_two = code.co_argcount >= 2 or code.co_flags & inspect.CO_VARARGS
+        if frame.f_back is None or not takes_two:
             continue
         names, rest, _, values = inspect.getargvalues(frame)
-        others = values.get(rest or "")
-        given = [
-            *(values.get(name) for name in names),
-            *(others if isinstance(others, tuple) else ()),
-        ]
+        arguments = [values.get(name) for name in names]
+        further = values.get(rest or "")
+        if isinstance(further, tuple):
+            arguments += further
         if sys.version_info < (3, 13):
             # this copy would keep the caller's variables alive after they were deleted
             values.clear()
-        if any(each is frame.f_back for each in given):
+        if any(argument is frame.f_back for argument in arguments):
             return True
     return False

@@ -1,6 +1,4 @@
-"""What `CommHookDDP` adds to Fabric's DDP strategy: a communication hook for every model that is
-set up.
-"""
+"""What `CommHookDDP` adds to Fabric's DDP strategy: a hook for every model that is set up."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -66,18 +64,12 @@ class HookedFabricDDP(DDPStrategy):
     # ---------------------------------------------------------------------------------------------
 
     def hook_of(self, model: nn.Module) -> CommHook | None:
-        """Return the hook of `model`, which is from `fabric.setup` or the module inside it; None
-        without a hook.
-        """
+        """Return the hook of `model`, from `fabric.setup` or the module inside it, or None."""
         inner = getattr(model, "module", model)
-        return next(
-            (
-                hook
-                for ddp, hook in self._hooks.items()
-                if ddp in (model, inner) or ddp.module is inner
-            ),
-            None,
-        )
+        for ddp, hook in self._hooks.items():
+            if ddp in (model, inner) or ddp.module is inner:
+                return hook
+        return None
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -100,11 +92,8 @@ class HookedFabricDDP(DDPStrategy):
                 " commhooks.register_hook(name, factory)"
             )
         model = super().setup_module(module)
-        hook = attach_request(
-            model,
-            self._request,
-            loss_scale=loss_scale(self.precision, self.root_device),
-        )
+        scale = loss_scale(self.precision, self.root_device)
+        hook = attach_request(model, self._request, loss_scale=scale)
         if not self._request.off:
             self._hooks[model] = hook
         return model
@@ -120,9 +109,11 @@ class HookedFabricDDP(DDPStrategy):
             raise HookConfigError(
                 f"{CHECKPOINT_KEY!r} in the state: this key holds the states of the hooks"
             )
-        hooks, joint = self._hooks_in(state), not in_signal_handler()
-        for each in self._hooks.values() if joint else ():
-            each.synchronize(optimizers=True)
+        hooks = self._hooks_in(state)
+        joint = not in_signal_handler()
+        if joint:
+            for hook in self._hooks.values():
+                hook.synchronize(optimizers=True)
         if hooks:
             saved = {
                 name: hook.state_dict(gather=True, joint=joint) for name, hook in hooks.items()
@@ -159,9 +150,8 @@ class HookedFabricDDP(DDPStrategy):
             raise
         if isinstance(state, dict) and state:
             with errors_name_checkpoint(path):
-                self._load_hooks(
-                    state, rest.pop(CHECKPOINT_KEY, {}), strict=strict and self._request.strict
-                )
+                saved = rest.pop(CHECKPOINT_KEY, {})
+                self._load_hooks(state, saved, strict=strict and self._request.strict)
         elif not state and self._hooks and CHECKPOINT_KEY in rest:
             warn(
                 "the hooks were not restored: fabric.load restores the hook of a model that it is"
@@ -173,11 +163,10 @@ class HookedFabricDDP(DDPStrategy):
     # ----------------------------------------------------------------------------------------------
 
     def _hooks_in(self, state: Mapping[str, Any]) -> dict[str, CommHook]:
-        models = {name: each for name, each in state.items() if isinstance(each, nn.Module)}
         return {
             name: hook
-            for name, model in models.items()
-            if (hook := self.hook_of(model)) is not None
+            for name, value in state.items()
+            if isinstance(value, nn.Module) and (hook := self.hook_of(value)) is not None
         }
 
     def _load_hooks(self, state: Mapping[str, Any], saved: object, *, strict: bool) -> None:
@@ -190,15 +179,12 @@ class HookedFabricDDP(DDPStrategy):
         take_over = [
             hook.prepare_load(saved[name], strict) for name, hook in hooks.items() if name in saved
         ]
-        for each in take_over:
-            each()
+        for apply in take_over:
+            apply()
         for name, hook in hooks.items():
             if name not in saved:
-                warn(
-                    nothing_saved(
-                        f"{name!r} in the checkpoint", "it was saved without CommHookDDP", hook.name
-                    )
-                )
+                place = f"{name!r} in the checkpoint"
+                warn(nothing_saved(place, "it was saved without CommHookDDP", hook.name))
         early = [
             name for name in saved if isinstance(state.get(name), nn.Module) and name not in hooks
         ]

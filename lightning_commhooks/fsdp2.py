@@ -1,6 +1,4 @@
-"""What `CommHookFSDP2` adds to Lightning's FSDP2 strategy: a communication hook between the
-replicas of the sharded model.
-"""
+"""What `CommHookFSDP2` adds to Lightning's FSDP2 strategy: a hook between sharded replicas."""
 
 import contextlib
 from collections.abc import Iterator
@@ -112,8 +110,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context manager for gradient accumulation, like DDP's `no_sync`: neither FSDP nor the
-        hook communicates. FSDP keeps unsharded gradients meanwhile.
+        """Context manager for gradient accumulation, like DDP's `no_sync`.
+
+        Neither FSDP nor the hook communicates. FSDP keeps unsharded gradients meanwhile.
         """
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
@@ -132,7 +131,8 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        is_full, path = "optimizer_states" in checkpoint, Path(self.broadcast(filepath))
+        is_full = "optimizer_states" in checkpoint
+        path = Path(self.broadcast(filepath))
         self._folder_in(path).remove()
         super().save_checkpoint(checkpoint, path, storage_options)
         if is_full and self._saved_hook is not None:
@@ -141,14 +141,14 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path, take_over = Path(self.broadcast(checkpoint_path)), None
+        path = Path(self.broadcast(checkpoint_path))
+        take_over = None
         hook = self._saved_hook if self._trainer.state.fn == "fit" else None
         # Check the hook's state before the model and the optimizers load theirs.
         if hook is not None and (folder := self._folder_in(path)).is_complete():
             take_over = folder.prepare_load(hook, strict=self._request.strict)
-        loaded = super().load_checkpoint(
-            path, weights_only=True if weights_only is None else weights_only
-        )
+        weights_only = True if weights_only is None else weights_only
+        loaded = super().load_checkpoint(path, weights_only=weights_only)
         if take_over is not None:
             take_over()
         elif hook is not None:
@@ -158,7 +158,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 
     def _prepare_callbacks(self, trainer: Any) -> None:
         super()._prepare_callbacks(trainer)
-        if any(isinstance(each, self.checkpoint_callback) for each in trainer.callbacks):
+        if any(isinstance(callback, self.checkpoint_callback) for callback in trainer.callbacks):
             raise HookConfigError(
                 "CommHookFSDP2 saves its hook itself: leave out the CommHookCheckpoint callback"
             )
@@ -169,11 +169,10 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 
 def _sharded_root(module: "pl.LightningModule") -> Any:
     roots: dict[str, Any] = {}
-    for name, each in module.named_modules():  # parents come before their children
-        if isinstance(each, FSDPModule) and not any(
-            root == "" or name.startswith(f"{root}.") for root in roots
-        ):
-            roots[name] = each
+    for name, part in module.named_modules():  # parents come before their children
+        inside = any(root == "" or name.startswith(f"{root}.") for root in roots)
+        if isinstance(part, FSDPModule) and not inside:
+            roots[name] = part
     if len(roots) != 1:
         raise HookConfigError(
             "CommHookFSDP2 needs one sharded module that contains all others, and found "
@@ -185,15 +184,13 @@ def _sharded_root(module: "pl.LightningModule") -> Any:
 
 
 def _check_shards(module: "pl.LightningModule", root: Any, shards: DeviceMesh) -> None:
-    # `attach` warns about those inside
-    alone, inside = (
-        [],
-        {id(parameter) for parameter in root.parameters()},
-    )
+    alone = []
+    inside = {id(parameter) for parameter in root.parameters()}  # `attach` warns about these
     for name, parameter in module.named_parameters():
         data: object = parameter
         if not isinstance(data, DTensor):
-            alone += [name] if parameter.requires_grad and id(parameter) not in inside else []
+            if parameter.requires_grad and id(parameter) not in inside:
+                alone.append(name)
         elif data.device_mesh.mesh.flatten().tolist() != shards.mesh.tolist():
             raise HookConfigError(
                 f"parameter {name} is sharded over another mesh than this strategy's,"

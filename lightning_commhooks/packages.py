@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from commhooks.errors import needed
+from commhooks.hook.plugin_api import COMPRESSORS
 
 MODULES = {
     "lightning.pytorch": "lightning_commhooks",
@@ -34,10 +35,10 @@ def check_installed(package: str) -> None:
     """Raise ImportError, with what to do, if `package` is missing or too old."""
     modules = MODULES if package in MODULES else FABRIC_MODULES
     root = package.partition(".")[0]
-    other = next(name for name in modules if name != package)
+    twin = next(name for name in modules if name != package)
     install = f"pip install {root.replace('_', '-')}"
     sentence = (
-        f"{modules[package]} needs {package}: {install}. For {other} import from {modules[other]}"
+        f"{modules[package]} needs {package}: {install}. For {twin} import from {modules[twin]}"
     )
     with needed(root, sentence=sentence):
         import_module(root)
@@ -46,7 +47,10 @@ def check_installed(package: str) -> None:
 def register_names(registry: Any, strategy: type) -> None:
     """Register the names for `Trainer(strategy=...)` with the registry of a package."""
     for hook in _HOOKS:
-        name, about = hook.lower(), f"DDP with the communication hook {hook!r}"
+        if hook not in COMPRESSORS:  # it was taken out
+            continue
+        name = hook.lower()
+        about = f"DDP with the communication hook {hook!r}"
         registry.register(f"ddp_{name}", strategy, description=about, override=True, hook=hook)
         # Interactive sessions can only fork, as with Lightning's own "ddp_notebook".
         notebook = {"description": f"{about}, for notebooks", "start_method": "fork"}

@@ -53,7 +53,7 @@ else:
     DDPStrategy = ParallelStrategy = object
     # LightningCLI accepts and documents the config classes that are named here. `str` must be last:
     # if it preceded Callable, jsonargparse would pass the path of a function as a string.
-    HookType = Union[(None, *(each.Config for each in COMPRESSORS.values()), Callable, str)]
+    HookType = Union[(None, *(hook.Config for hook in COMPRESSORS.values()), Callable, str)]
 
 _OF_ANOTHER_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 _FROM_LIGHTNING = {
@@ -64,8 +64,9 @@ _NOT_FOR_USERS = {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
 
 
 class HookedStrategy(ParallelStrategy):
-    """The mixin of all strategies. A class with it has the Trainer's package, and the callbacks for
-    that Trainer.
+    """The mixin of all strategies.
+
+    A class with it has the Trainer's package, and the callbacks for that Trainer.
     """
 
     package: ClassVar[str]
@@ -80,8 +81,9 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def comm_hook(self) -> CommHook | None:
-        """The attached hook, with `stats()` and `plan()`. None before the model is wrapped, and for
-        `CommHookDDP(hook=None)`. After fit the hook is kept, but closed (see `CommHook.close`).
+        """The attached hook; None before the model is wrapped, and for `CommHookDDP(hook=None)`.
+
+        After fit the hook is kept, but closed (see `CommHook.close`).
 
         With the spawn and fork launchers, as in notebooks, the hook exists in the worker processes
         only and is None in the main process; call `hook_stats(trainer)` there.
@@ -171,10 +173,9 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def _saved_hook(self) -> CommHook | None:
-        """The hook whose state goes into checkpoints: None with `hook=None`, or if it is attached
-        to another module.
-        """
-        module, hooked = self.lightning_module, self._hooked_module
+        """The hook whose state goes into checkpoints; None if there is none of this module."""
+        module = self.lightning_module
+        hooked = self._hooked_module
         if self._request.off or module is None or hooked is None or hooked() is not module:
             return None
         return self._comm_hook
@@ -193,43 +194,45 @@ class HookedStrategy(ParallelStrategy):
         if trainer.state.fn == "fit":
             self._check_packages([*trainer.callbacks, *trainer.loggers])
         # `trainer.callbacks` is an ordinary list; Lightning itself appends to it.
-        if not any(isinstance(each, self.round_end_callback) for each in trainer.callbacks):
+        if not any(isinstance(callback, self.round_end_callback) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, self.round_end_callback())
 
     def _check_packages(self, objects: list[object]) -> None:
-        here, other = self.package, self._other_package()
-        root = other.partition(".")[0]
-        strangers = [
-            each
-            for each in objects
-            if any(base.__module__.partition(".")[0] == root for base in type(each).__mro__)
+        here = self.package
+        twin = self._twin_package()
+        root = twin.partition(".")[0]
+        of_twin = [
+            type(value)
+            for value in objects
+            if any(base.__module__.partition(".")[0] == root for base in type(value).__mro__)
         ]
-        names = [type(each).__name__ for each in strangers]
-        for each, name in zip(strangers, names, strict=True):
-            if type(each).__module__.partition(".")[0] == __package__:
+        for cls in of_twin:
+            name = cls.__name__
+            if cls.__module__.partition(".")[0] == __package__:
                 raise HookConfigError(
-                    f"this {name} is for the Trainer of {other}, and the Trainer is from {here}:"
+                    f"this {name} is for the Trainer of {twin}, and the Trainer is from {here}:"
                     f" write `from {MODULES[here]} import {name}`"
                 )
-        if strangers:
+        if of_twin:
+            names = ", ".join(cls.__name__ for cls in of_twin)
             warn(
-                f"this Trainer is from {here}, and these are from {other}: {', '.join(names)}. The"
-                " Trainer does not recognise them, for example as checkpoint callbacks: replace"
-                f" every import of {other}"
+                f"this Trainer is from {here}, and these are from {twin}: {names}. The Trainer does"
+                " not recognise them, for example as checkpoint callbacks: replace every import of"
+                f" {twin}"
             )
 
     def _not_for_the_other_trainer(self) -> str:
-        other = self._other_package()
-        if other.partition(".")[0] not in sys.modules:
+        twin = self._twin_package()
+        if twin.partition(".")[0] not in sys.modules:
             return ""
         return (
-            f" (a strategy for `{self.package}.Trainer`; a `{other}.Trainer` cannot use it: write"
-            f" `from {MODULES[other]} import {type(self).__name__}`, or replace every import of"
-            f" {other})"
+            f" (a strategy for `{self.package}.Trainer`; a `{twin}.Trainer` cannot use it: write"
+            f" `from {MODULES[twin]} import {type(self).__name__}`, or replace every import of"
+            f" {twin})"
         )
 
-    def _other_package(self) -> str:
-        return next(each for each in MODULES if each != self.package)
+    def _twin_package(self) -> str:
+        return next(package for package in MODULES if package != self.package)
 
 
 class HookedDDP(HookedStrategy, DDPStrategy):
@@ -288,9 +291,8 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         if hook is not None and "optimizer_states" in checkpoint:
             self._warn_about_size(hook)
             joint = not saves_alone(self._trainer)
-            checkpoint[CHECKPOINT_KEY] = hook.state_dict(
-                self.save_residual, gather=True, joint=joint
-            )
+            state = hook.state_dict(self.save_residual, gather=True, joint=joint)
+            checkpoint[CHECKPOINT_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @print_error_on_rank_zero()
@@ -303,27 +305,22 @@ class HookedDDP(HookedStrategy, DDPStrategy):
         weights_only = True if weights_only is None else weights_only
         try:
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        except (
-            Exception
-        ) as error:  # torch raises many kinds of exceptions for truncated or foreign files
+        except Exception as error:  # torch raises many kinds for truncated or foreign files
             if cut := cut_off(checkpoint_path, error):
                 raise PayloadError(f"{checkpoint_path} {cut}. Resume from another one") from error
             # the message names the file, or code in it has failed
             if isinstance(error, OSError) or not weights_only:
                 raise
-            # torch 2.13 names a type that is not plain in this form
-            foreign = re.search(r"GLOBAL (\S+)", str(error))
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            remedy = ""
+            # torch 2.13 names a type that is not plain in this form
+            if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+                reason = f"it holds a {foreign[1]}"
+                remedy = f", or call torch.serialization.add_safe_globals([{foreign[1]}])"
             raise PayloadError(
-                f"{checkpoint_path} cannot be read"
-                f" ({f'it holds a {foreign[1]}' if foreign else reason}). Nothing in it was run; if"
-                " you trust what made it and it is whole, pass weights_only=False to the Trainer's"
-                " method"
-                + (
-                    f", or call torch.serialization.add_safe_globals([{foreign[1]}])"
-                    if foreign
-                    else ""
-                )
+                f"{checkpoint_path} cannot be read ({reason}). Nothing in it was run; if you trust"
+                " what made it and it is whole, pass weights_only=False to the Trainer's"
+                f" method{remedy}"
             ) from error
 
     @print_error_on_rank_zero()
@@ -349,14 +346,16 @@ class HookedDDP(HookedStrategy, DDPStrategy):
 
     def _prepare_callbacks(self, trainer: Any) -> None:
         super()._prepare_callbacks(trainer)
-        given: list[Any] = [
-            each for each in trainer.callbacks if isinstance(each, self.checkpoint_callback)
+        callbacks: list[Any] = [
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, self.checkpoint_callback)
         ]
-        if len(given) > 1:
+        if len(callbacks) > 1:
             raise HookConfigError(
-                f"{len(given)} CommHookCheckpoint callbacks in one Trainer; pass one at most"
+                f"{len(callbacks)} CommHookCheckpoint callbacks in one Trainer; pass one at most"
             )
-        for callback in given:
+        for callback in callbacks:
             for name, ours in self._given.items():
                 theirs = getattr(callback, name)
                 if ours is not None and theirs is not None and ours != theirs:
@@ -381,8 +380,9 @@ class HookedDDP(HookedStrategy, DDPStrategy):
 
 
 class _Progress:
-    """Hands over the Trainer's epoch, batch, global step and schedulers, for a machine that comes.
-    Weak: the hook may outlive the Trainer.
+    """Hands over the Trainer's epoch, batch, global step and schedulers to a machine that joins.
+
+    It refers weakly to the Trainer, which the hook may outlive.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
@@ -390,22 +390,19 @@ class _Progress:
 
     @property
     def _parts(self) -> list[Any]:
-        epochs, loop = self._trainer.fit_loop.epoch_progress, self._trainer.fit_loop.epoch_loop
-        steps = [
+        loop = self._trainer.fit_loop.epoch_loop
+        return [
+            self._trainer.fit_loop.epoch_progress,
+            loop.batch_progress,
             loop.automatic_optimization.optim_progress,
             loop.manual_optimization.optim_step_progress,
-        ]
-        return [
-            epochs,
-            loop.batch_progress,
-            *steps,
-            *(each.scheduler for each in self._trainer.lr_scheduler_configs),
+            *(config.scheduler for config in self._trainer.lr_scheduler_configs),
         ]
 
     def state_dict(self) -> list[Any]:
         return [
             self._trainer.fit_loop.epoch_loop.on_save_checkpoint(),
-            *(each.state_dict() for each in self._parts),
+            *(part.state_dict() for part in self._parts),
         ]
 
     def load_state_dict(self, state: list[Any]) -> None:
@@ -415,10 +412,8 @@ class _Progress:
 
 
 def warn(text: str, stacklevel: int = 5) -> None:
-    # here, because without Lightning it is missing
-    from lightning_utilities.core.rank_zero import (
-        rank_zero_warn,
-    )
+    # Here, because it is missing without Lightning.
+    from lightning_utilities.core.rank_zero import rank_zero_warn
 
     rank_zero_warn(f"{WARNING_PREFIX}{text}", stacklevel=stacklevel)  # 4 and this function
 
@@ -427,33 +422,30 @@ def warn(text: str, stacklevel: int = 5) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def check_ddp_arguments(given: Mapping[str, Any], *takers: Callable[..., None]) -> None:
-    """Raise HookConfigError for an argument in `given` that neither DDP nor one of the constructors
-    `takers` has, or that sets another hook.
+def check_ddp_arguments(arguments: Mapping[str, Any], *constructors: Callable[..., None]) -> None:
+    """Raise HookConfigError for an argument that sets another hook, or that nothing takes.
+
+    `constructors`: what takes arguments, in addition to DDP's.
     """
     for name in _OF_ANOTHER_HOOK:
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise HookConfigError(
                 f"{name}= together with hook=: CommHookDDP attaches its own hook and DDP takes only"
                 " one. Pass your hook as hook= (with hook_state= and wrapper=); post-local SGD is"
                 " hook='local_sgd' with start_iter"
             )
-    takers = (*takers, DistributedDataParallel.__init__)
-    known = {
-        name for each in takers for name in inspect.signature(each).parameters
-    } - _NOT_FOR_USERS
-    for name in given:
+    names: set[str] = set()
+    for constructor in (*constructors, DistributedDataParallel.__init__):
+        names.update(inspect.signature(constructor).parameters)
+    names -= _NOT_FOR_USERS
+    for name in arguments:
         if name in _FROM_LIGHTNING:
             raise HookConfigError(
                 f"CommHookDDP has no argument {name!r}: {_FROM_LIGHTNING[name]}; leave it out"
             )
-        if name not in known:
-            raise no_such(
-                "CommHookDDP",
-                "argument",
-                name,
-                sorted(known.difference(_OF_ANOTHER_HOOK, ["mixed_precision"])),
-            )
+        if name not in names:
+            offered = sorted(names.difference(_OF_ANOTHER_HOOK, ["mixed_precision"]))
+            raise no_such("CommHookDDP", "argument", name, offered)
 
 
 def loss_scale(plugin: Any, device: torch.device) -> Callable[[], LossScale] | None:
@@ -466,7 +458,8 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
     config = request.config
     if config is None or isinstance(config.configured_start, int):
         return request
-    steps, option = _steps_left(trainer), config.start_option
+    steps = _steps_left(trainer)
+    option = config.start_option
     if steps is None and config.configured_start is not None:
         unknown = (
             "does not know (max_epochs=-1, or a data set without length): set max_steps in the"
@@ -485,8 +478,10 @@ def _with_start(request: HookRequest, trainer: "pl.Trainer") -> HookRequest:
 
 
 def _steps_left(trainer: "pl.Trainer") -> int | None:
-    """Return the number of backward passes with communication until the end of the run, one per
-    optimizer step; None if unknown, as with manual optimization, where the user's code decides.
+    """Return the number of backward passes with communication until the end of the run.
+
+    There is one per optimizer step. None if unknown, as with manual optimization, where the user's
+    code decides.
     """
     if not trainer.lightning_module.automatic_optimization:
         return None

@@ -1,6 +1,4 @@
-"""Fixtures for all tests: the clean environment, the worker pool, and the guard against leaked
-process groups.
-"""
+"""Fixtures for all tests: a clean environment, the worker pool, and guards against leaks."""
 
 import atexit
 import gc
@@ -68,29 +66,37 @@ FRAMEWORKS = {
 
 # The files that take longest: with `pytest -n` they begin first, so that none is left at the end.
 FIRST = (
-    "test_members.py",
-    "test_chaos.py",
-    "test_lightning_members.py",
-    "test_benchmarks.py",
-    "test_simulated_accelerator.py",
-    "test_elastic_example.py",
-    "test_every_compressor.py",
-    "test_interrupted_trainer.py",
-    "test_accelerate_replicas.py",
-    "test_docs.py",
-    "test_transformers_replicas.py",
-    "test_hierarchy.py",
-    "test_fully_shard_rounds.py",
-    "test_saving.py",
-    "test_hard_gradients.py",
-    "test_demo.py",
-    "test_accelerate_launcher.py",
-    "test_options.py",
-    "test_threads_and_timeouts.py",
-    "test_hostile_files.py",
+    "test_machines.py",
+    "test_addresses.py",
     "test_modes.py",
+    "test_benchmarks.py",
+    "test_docs.py",
+    "test_lightning_members.py",
+    "test_hostile_files.py",
+    "test_demo.py",
+    "test_every_compressor.py",
+    "test_simulated_accelerator.py",
     "test_resume.py",
+    "test_outer_steps.py",
+    "test_accelerate_members.py",
+    "test_transformers_members.py",
+    "test_interrupted_trainer.py",
+    "test_elastic_example.py",
+    "test_decide.py",
+    "test_chaos.py",
+    "test_lost_ranks.py",
+    "test_saving.py",
+    "test_packaging.py",
+    "test_native_bits.py",
     "test_change.py",
+    "test_fully_shard_rounds.py",
+    "test_hostile_payloads.py",
+    "test_common_state.py",
+    "test_schedule.py",
+    "test_accelerate_saving.py",
+    "test_joint_save.py",
+    "test_hierarchy.py",
+    "test_accelerate_launcher.py",
     "test_site.py",
 )
 
@@ -161,9 +167,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
-    """Every test starts without the variables of launchers and batch systems, and what it sets ends
-    with it.
-    """
+    """Every test starts without the variables of launchers, and what it sets ends with it."""
     before = clean_env.cleaned(os.environ, _hf_home, keep_cuda=KEEP_CUDA)
     _set_environ(before)
     yield
@@ -180,9 +184,7 @@ def forgotten_registrations() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaked_process_group() -> Iterator[None]:
-    """A process group that a test leaves behind in the main process fails that test, not the next
-    one.
-    """
+    """Fail the test that leaves a process group behind in the main process, not the next one."""
     import torch.distributed as dist
 
     yield
@@ -193,9 +195,7 @@ def no_leaked_process_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def gradients_stay_on() -> Iterator[None]:
-    """A test that leaves autograd off, as a generator with `no_grad` around its yield does, fails
-    itself.
-    """
+    """Fail the test that leaves autograd off, as `no_grad` around a generator's yield does."""
     import torch
 
     yield
@@ -220,8 +220,6 @@ def worker_pool() -> "Iterator[WorkerPool]":
 def run_ranks(
     request: pytest.FixtureRequest, worker_pool: "WorkerPool"
 ) -> Callable[..., list[Any]]:
-    """`run_ranks(fn, *args, world_size=2, timeout_s=120, init=True, **kwargs)`: see
-    `workers.WorkerPool.run`.
-    """
+    """Return `WorkerPool.run`."""
     worker_pool.import_first(*_frameworks(request.node.nodeid))
     return worker_pool.run

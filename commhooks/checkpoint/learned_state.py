@@ -1,6 +1,4 @@
-"""Saves the learned state of a session as a checkpoint payload, and loads a payload completely or
-not at all.
-"""
+"""Saves learned state as a checkpoint payload, and loads a payload completely or not at all."""
 
 import contextlib
 from collections.abc import Callable
@@ -26,8 +24,10 @@ from commhooks.gradients.source import GradientSource
 
 
 class LearnedStateCheckpointer:
-    """Saves and loads the learned state of a session on this rank. `plans_of`: returns a
-    compressor's plan for every parameter; an empty list for a compressor of whole buckets.
+    """Saves and loads the learned state of a session on this rank.
+
+    `plans_of`: returns a compressor's plan for every parameter; an empty list for a compressor of
+    whole buckets.
     """
 
     step_is = "step"
@@ -62,9 +62,7 @@ class LearnedStateCheckpointer:
     def save(
         self, residual: str, *, limit_s: float, gather: bool = False, joint: bool = True
     ) -> dict[str, Any]:
-        """Return the payload. See `CommHook.state_dict`, and for the residuals
-        `ResidualCollector.collect`.
-        """
+        """Return the payload; see `CommHook.state_dict` and `ResidualCollector.collect`."""
         held = self._session.held
         with held.lock, contextlib.ExitStack() as body:
             # A signal handler may interrupt a commit of the same thread, which holds this reentrant
@@ -134,8 +132,10 @@ class LearnedStateCheckpointer:
         return text
 
     def kept_fields(self, source: GradientSource) -> dict[str, dict[str, torch.dtype]]:
-        """Return the fields with one number per element of a parameter, such as "residual", as
-        field -> name -> dtype, for every whole parameter of the model that could have the field.
+        """Return which fields Distributed Checkpoint saves, as field -> parameter -> dtype.
+
+        They have one number per element of a parameter, as "residual" has. All whole parameters of
+        the model that could have the field are listed.
         """
         if not self._session.state.local:
             return {}

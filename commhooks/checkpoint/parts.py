@@ -1,9 +1,9 @@
-"""Splits a payload into files for the ranks, and joins the files again. docs/checkpoint_format.md
-documents their form.
+"""Splits a payload into files for the ranks, and joins the files again.
 
-The shared part holds what is equal on all ranks; the part of a rank holds its residuals, or its
-state of a user's hook. All parts of one save contain the same fingerprint, a hash of the data that
-are equal on every rank, which identifies them without communication.
+docs/checkpoint_format.md documents their form. The shared part holds what is equal on all ranks;
+the part of a rank holds its residuals, or its state of a user's hook. All parts of one save contain
+the same fingerprint, a hash of the data that are equal on every rank, which identifies them without
+communication.
 """
 
 import hashlib

@@ -1,5 +1,6 @@
-"""Reads a checkpoint payload: checks it against the model, and returns the learned state that this
-rank continues with. Nothing that exists is changed.
+"""Reads a checkpoint payload: checks it against the model, and makes learned state of it.
+
+Nothing that exists is changed, so a payload that does not fit leaves everything as it was.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,8 +44,10 @@ class PayloadReader:
     device_of: Callable[[StateField, torch.Tensor], torch.device]
 
     def read(self, payload: dict[str, Any], *, strict: bool) -> LearnedState:
-        """Return the learned state in `payload`, as copies. `strict`: raise PayloadError if it was
-        saved by another model; otherwise leave out the parameters that do not fit.
+        """Return the learned state in `payload`, as copies.
+
+        `strict`: raise PayloadError if it was saved by another model; otherwise leave out the
+        parameters that do not fit.
         """
         check_learned(payload)
         entries = by_own_names(payload["parameters"], self.names)
@@ -118,9 +121,10 @@ class PayloadReader:
         parameter: torch.Tensor,
         plan: UnitPlan | None,
     ) -> torch.Tensor | None:
-        """Fit a saved replicated tensor to the current plan. Return None if the parameter is not
-        compressed now, or the tensor cannot be used; raise PayloadError if it cannot belong to this
-        parameter.
+        """Fit a saved replicated tensor to the current plan.
+
+        Return None if the parameter is not compressed now, or the tensor cannot be used; raise
+        PayloadError if it cannot belong to this parameter.
         """
         if plan is None:
             return None
@@ -160,9 +164,10 @@ class PayloadReader:
             state.drop_local()
 
     def _drop_uncompressed(self, state: LearnedState) -> None:
-        """Drop the residuals of parameters that are no longer compressed. No step would use them,
-        but a later run that compresses these parameters again would add stale residuals to its
-        gradients.
+        """Drop the residuals of parameters that are no longer compressed.
+
+        No step would use them, but a later run that compresses these parameters again would add
+        stale residuals to its gradients.
         """
         # `plans` is empty for compressors of whole buckets, where every parameter may have a
         # residual.
@@ -213,8 +218,9 @@ def differences(entries: Mapping[str, Any], names: ParameterNames) -> dict[str, 
 def residual_of_rank(
     saved: Any, payload: Mapping[str, Any], rank: int, world_size: int
 ) -> torch.Tensor | None:
-    """Return the residual that a rank continues with, of those saved for a parameter; None if its
-    own is not among them.
+    """Return the residual that a rank continues with, or None if its own was not saved.
+
+    `saved`: what the payload holds for the parameter.
     """
     residual: torch.Tensor | None = None
     if payload["residual"] == "mean":

@@ -49,8 +49,9 @@ class ResidualCollector:
         self._joint_save: tuple[int, JointSave] | None = None
 
     def joint_save(self) -> JointSave | None:
-        """Return the object that runs joint saves; None before the first backward pass, in which
-        the ranks agree on a nonce.
+        """Return the object that runs joint saves.
+
+        Returns None before the first backward pass, in which the ranks agree on a nonce.
         """
         consensus = self._session.consensus
         if consensus.nonce is None:
@@ -67,10 +68,13 @@ class ResidualCollector:
     def collect(
         self, form: str, *, mid_commit: bool, gather: bool, joint: bool, limit_s: float
     ) -> SavedResiduals:
-        """Collect the residuals in this form: "mean", "per_rank" or "drop". All ranks must call
-        this, unless `joint` is false, each rank saves its own, or the form is "drop".
+        """Collect the residuals that a payload of this form holds.
+
+        All ranks must call this, unless `joint` is false, each rank saves its own, or `form` is
+        "drop".
 
         Args:
+            form: "mean", "per_rank" or "drop".
             mid_commit: whether a commit is currently writing the state.
             gather: with "per_rank", collect the residuals of all ranks.
             joint: whether all ranks save together.
@@ -176,9 +180,7 @@ class ResidualCollector:
         }
 
     def _rebase(self, means: dict[str, torch.Tensor]) -> None:
-        """Replace the residuals by their saved means, so that this run continues as a run that
-        loads them.
-        """
+        """Replace the residuals by their saved means, as a run that loads them does."""
         session = self._session
         reduction = session.consensus.reduction
         residuals = session.state["residual"]

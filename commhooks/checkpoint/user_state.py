@@ -22,9 +22,10 @@ logger = logger_of(__name__)
 
 
 class UserStateCheckpointer:
-    """Saves and loads the step of a hook, and the user's state if it has `state_dict` and
-    `load_state_dict`. `replicas_equal`: False for a hook that averages nothing, so that each rank
-    has different weights.
+    """Saves and loads the step of a hook, and the user's state if it can be saved.
+
+    That is, if the state has `state_dict` and `load_state_dict`. `replicas_equal`: False for a hook
+    that averages nothing, so that each rank has different weights.
     """
 
     step_is = "step"

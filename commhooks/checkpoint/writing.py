@@ -43,9 +43,7 @@ class SavedResiduals:
 def payload_of(
     session: ExchangeDriver, hook: str, world_size: int, residuals: SavedResiduals
 ) -> dict[str, Any]:
-    """Return the payload of `session` for the hook of this name. The caller holds the lock of the
-    learned state.
-    """
+    """Return the payload of `session`. The caller holds the lock of the learned state."""
     compressor = session.compressor
     state = session.state
     payload = {

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from commhooks.comm.counters import Counters
 from commhooks.comm.groups import CPU, TAG, backend_of, described_lost, lost_ranks
 from commhooks.errors import CommHookError, HookRunError, listed, logger_of
+from commhooks.gradients.layout import bytes_of
 from commhooks.gradients.torch_private import sparse_values, timeout_of
 
 logger = logger_of(__name__)
@@ -28,8 +29,7 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 
 @dataclass(eq=False, slots=True)
 class Send:
-    """Describes one collective over the ranks. All ranks must send tensors of equal shape and
-    dtype.
+    """Describes one collective over the ranks, which must all send the same shape and dtype.
 
     "sum" and "max" reduce `tensor` in place and return it. "gather" returns a new tensor of shape
     `(world_size, *shape)`. For "all_to_all", `tensor` has shape `(world_size, ...)`: row i goes to
@@ -43,31 +43,37 @@ class Send:
     """Description in messages, e.g. "P"; the bucket and the step are added."""
     op: Op = "sum"
     last: bool = False
-    """Whether this is the last collective of its exchange. The engine waits for it only after all
-    buckets have been sent.
+    """Whether this is the last collective of its exchange.
+
+    The engine waits for it only after all buckets have been sent.
     """
     meanwhile: Callable[[], None] | None = None
-    """Called when the collective has been issued, to compute while the network is busy. It must
-    neither need the result nor touch `tensor`.
+    """Called when the collective has been issued, to compute while the network is busy.
+
+    It must neither need the result nor touch `tensor`.
     """
     splits: tuple[Sequence[int], Sequence[int]] | None = None
-    """For parts of different sizes: the number of elements to each rank, and the number from each
-    rank. With "gather" every rank gets all of `tensor`.
+    """For parts of different sizes: the number of elements to each rank, and from each rank.
+
+    With "gather" every rank gets all of `tensor`.
     """
     into: torch.Tensor | None = None
     """Memory for the result with `splits`; None: new memory."""
     over: Scope = "all"
-    """Which ranks take part. The engine sets it if the ranks form nodes: "intra_node" for the ranks
-    of this node, "inter_node" for the ranks with this local rank on all nodes.
+    """Which ranks take part.
+
+    The engine sets it if the ranks form nodes: "intra_node" for the ranks of this node,
+    "inter_node" for the ranks with this local rank on all nodes.
     """
     reduces: bool = field(init=False)
     """Whether the result is `tensor` itself, reduced in place."""
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Op):
+            expected = ", ".join(map(repr, get_args(Op)))
             raise HookRunError(
-                f"Send(op={self.op!r}); expected one of {', '.join(map(repr, get_args(Op)))}. For a"
-                " mean, divide what is sent by step.world_size"
+                f"Send(op={self.op!r}); expected one of {expected}. For a mean, divide what is sent"
+                " by step.world_size"
             )
         self.reduces = self.op in ("sum", "max")
 
@@ -83,19 +89,16 @@ class Send:
 
 
 _AT_ONCE = timedelta(milliseconds=1)
-"""A timeout for what should be there already; zero would mean the timeout of the group (torch
-2.13).
-"""
+"""A timeout for what should be there already; zero means the group's timeout (torch 2.13)."""
 
 
 class MessageWork:
-    """Holds the messages of one collective. `in_flight` keeps it alive until `wait` has
-    returned.
-    """
+    """Holds the messages of one collective; `in_flight` keeps it alive until `wait` returns."""
 
     def __init__(self, in_flight: set["MessageWork"], limit: timedelta | None) -> None:
         self.works: list[dist.Work] = []
-        self._in_flight, self._limit = in_flight, limit
+        self._in_flight = in_flight
+        self._limit = limit
         in_flight.add(self)
 
     def post(self, work: dist.Work | None) -> None:
@@ -103,9 +106,9 @@ class MessageWork:
             self.works.append(work)
 
     def wait(self) -> None:
-        """Wait until all messages to this rank have arrived and its own messages have been handed
-        to the network. All of this together may take the timeout of the group, as with any other
-        collective.
+        """Wait until the messages to this rank have arrived and its own have been sent.
+
+        All of this together may take the timeout of the group, as with any other collective.
         """
         began = time.monotonic()
         for work in self.works:
@@ -117,12 +120,11 @@ class MessageWork:
 
 
 class PointToPoint:
-    """Runs all-to-all and all-gather on gloo as messages between each pair of ranks, and posts the
-    receives first.
+    """Runs all-to-all and all-gather on gloo as messages between each pair of ranks.
 
     gloo sends a message only when the receiver has announced that it waits for it. gloo's own
     all-to-all and all-gather post the send first, so on a busy link the announcement queues behind
-    the rank's own message.
+    the rank's own message. Here receives are posted first.
 
     torch's `Work` owns the memory of a message. If it is deleted too early, gloo no longer touches
     the memory, but the connection stays in the middle of the message, and every later message on it
@@ -151,26 +153,29 @@ class PointToPoint:
         arriving: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
     ) -> MessageWork:
-        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it. The
-        tensors must be contiguous; empty tensors are not sent. All ranks of `group` must call this
-        in the same order.
+        """Start to send `sent[i]` to rank i of `group`, and to receive `arriving[i]` from it.
+
+        The tensors must be contiguous; empty tensors are not sent. All ranks of `group` must call
+        this in the same order.
         """
         here, size = group.rank(), group.size()
         self._groups.add(group)
-        before = [(here - distance) % size for distance in range(1, size)]
+        peers = [(here - distance) % size for distance in range(1, size)]
         messages = MessageWork(self.in_flight(group), timeout_of(group, CPU))
-        for other in before:
-            if arriving[other].numel():
-                messages.post(dist.irecv(arriving[other], group=group, group_src=other, tag=TAG))
-        for other in reversed(before):
-            if sent[other].numel():
-                messages.post(dist.isend(sent[other], group=group, group_dst=other, tag=TAG))
+        for peer in peers:
+            if arriving[peer].numel():
+                messages.post(dist.irecv(arriving[peer], group=group, group_src=peer, tag=TAG))
+        for peer in reversed(peers):
+            if sent[peer].numel():
+                messages.post(dist.isend(sent[peer], group=group, group_dst=peer, tag=TAG))
         arriving[here].copy_(sent[here])
         return messages
 
     def forget_abandoned(self) -> None:
-        """Release the messages of this session's groups for which nobody waits. Call this only
-        after later messages have arrived on all ranks: messages between two ranks arrive in order.
+        """Release the messages of this session's groups for which nobody waits.
+
+        Call this only after later messages have arrived on all ranks: messages between two ranks
+        arrive in order.
         """
         for group in self._groups:
             self.in_flight(group).clear()
@@ -195,16 +200,15 @@ class Pending:
     _counters: Counters | None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return its result; see `Send`. On CUDA the current stream
-        waits, not the host.
+        """Wait for the collective and return its result; see `Send`.
+
+        On CUDA the current stream waits, not the host.
         """
-        counters, device = self._counters, self.answer.device
+        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._counters is not None:
+            measured = self._counters.clocks.measure(self.answer.device, waiting=True)
         try:
-            with (
-                contextlib.nullcontext()
-                if counters is None
-                else counters.clocks.measure(device, waiting=True)
-            ):
+            with measured:
                 self._work.wait()
         except RuntimeError as error:
             raise collective_error(self.what, self._group, error) from error
@@ -221,15 +225,16 @@ class Pending:
 
 
 def wait_for_abandoned(abandoned: Sequence[Pending], limit_s: float) -> None:
-    """Wait for collectives whose results nobody needs, before their buffers are used again: with
-    NCCL the current stream waits, with gloo the host, at most `limit_s` seconds in all, and then
-    logs one warning. Raise nothing, because the caller already has an error to raise.
+    """Wait for collectives whose results nobody needs, before their buffers are used again.
+
+    With NCCL the current stream waits, with gloo the host, at most `limit_s` seconds in all, and
+    then logs one warning. Raise nothing, because the caller already has an error to raise.
     """
     deadline = time.monotonic() + limit_s
     late = 0
-    for each in abandoned:
+    for pending in abandoned:
         with contextlib.suppress(RuntimeError):  # a failed collective writes nothing
-            future = each.future()
+            future = pending.future()
             # NCCL completes a future at once; `wait` then makes the current stream wait for an
             # event on the device.
             while not future.done() and time.monotonic() < deadline:
@@ -255,8 +260,9 @@ def start(
     where: str = "",
     messages: PointToPoint | None = None,
 ) -> Pending:
-    """Issue the collective `send`. All ranks of `group` must call this in the same order. Raises
-    HookRunError if the backend refuses the collective. `where`: the bucket and the step, for
+    """Issue the collective `send`. All ranks of `group` must call this in the same order.
+
+    Raises HookRunError if the backend refuses the collective. `where`: the bucket and the step, for
     messages. `messages`: the session's messages; None for a caller that needs the collective's
     future.
     """
@@ -264,74 +270,87 @@ def start(
     if counters is not None:
         counters.last_issued = what
     logger.debug("%s: %s", _NAMES.get(send.op, "all-reduce"), what)
-    counted = send.counted_bytes(group.size())
-    answer = send.tensor
-    work: dist.Work | MessageWork
+    size = send.counted_bytes(group.size())
     if send.op == "all_to_all" and send.splits is None:
         _check_rows(send.tensor, group, what)
+    work: dist.Work | MessageWork
     try:
-        if send.op == "gather":
-            own = send.tensor.contiguous()
-            if send.splits is None:
-                answer = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
-                sizes = None
-            else:
-                sizes = list(send.splits[1])
-                answer = own.new_empty(sum(sizes)) if send.into is None else send.into
-            if messages is not None and messages.applies_to(group, own.device):
-                parts = answer.unbind(0) if sizes is None else answer.split(sizes)
-                work = messages.exchange([own] * group.size(), parts, group)
-            elif sizes is None:
-                work = _gather_equal(own, answer, group, async_op=True)
-            else:
-                work = _gather_different(own, answer.split(sizes), group)
-        elif send.op == "all_to_all":
-            sent = arriving = None
-            if send.splits is None:
-                answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
-            else:
-                sent, arriving = map(list, send.splits)
-                answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
-            tensor = send.tensor.contiguous()
-            if messages is not None and sent is None and messages.applies_to(group, tensor.device):
-                work = messages.exchange(tensor.unbind(0), answer.unbind(0), group)
-            else:
-                work = dist.all_to_all_single(
-                    answer, tensor, arriving, sent, group=group, async_op=True
-                )
-        else:
+        if send.reduces:
             op = dist.ReduceOp.MAX if send.op == "max" else dist.ReduceOp.SUM
-            work = dist.all_reduce(send.tensor, op=op, group=group, async_op=True)
+            answer = send.tensor
+            work = dist.all_reduce(answer, op=op, group=group, async_op=True)
+        else:
+            if messages is not None and not messages.applies_to(group, send.tensor.device):
+                messages = None
+            start_it = _start_gather if send.op == "gather" else _start_all_to_all
+            answer, work = start_it(send, group, messages)
     except RuntimeError as error:
         raise collective_error(what, group, error) from error
     if counters is not None and send.over != "intra_node":
-        counters.sent(counted)
+        counters.sent(size)
     elif counters is not None:
-        counters.bytes_inside_nodes += counted
+        counters.bytes_inside_nodes += size
     return Pending(answer, work, what, group, counters)
 
 
-def _gather_equal(
-    own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
-) -> Any:
-    # Returns torch's work, or None without `async_op`. `own` is contiguous.
-    if type(group) is dist.ProcessGroup:
-        return getattr(dist, ALL_GATHER)(
-            rows.view(-1), own.view(-1), group=group, async_op=async_op
+def _start_gather(
+    send: Send, group: dist.ProcessGroup, messages: PointToPoint | None
+) -> tuple[torch.Tensor, dist.Work | MessageWork]:
+    tensor = send.tensor.contiguous()
+    if send.splits is None:
+        answer = torch.empty(
+            (group.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device
         )
+        if messages is None:
+            return answer, _gather_equal(tensor, answer, group, async_op=True)
+        parts = answer.unbind(0)
+    else:
+        sizes = list(send.splits[1])
+        answer = tensor.new_empty(sum(sizes)) if send.into is None else send.into
+        parts = answer.split(sizes)
+        if messages is None:
+            return answer, _gather_different(tensor, parts, group)
+    return answer, messages.exchange([tensor] * group.size(), parts, group)
+
+
+def _start_all_to_all(
+    send: Send, group: dist.ProcessGroup, messages: PointToPoint | None
+) -> tuple[torch.Tensor, dist.Work | MessageWork]:
+    sent = arriving = None
+    if send.splits is None:
+        answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
+    else:
+        sent, arriving = map(list, send.splits)
+        answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into
+    tensor = send.tensor.contiguous()
+    if messages is not None and send.splits is None:
+        return answer, messages.exchange(tensor.unbind(0), answer.unbind(0), group)
+    work: dist.Work = dist.all_to_all_single(
+        answer, tensor, arriving, sent, group=group, async_op=True
+    )
+    return answer, work
+
+
+def _gather_equal(
+    tensor: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> Any:
+    # Returns torch's work, or None without `async_op`. `tensor` is contiguous.
+    if type(group) is dist.ProcessGroup:
+        gather = getattr(dist, ALL_GATHER)
+        return gather(rows.view(-1), tensor.view(-1), group=group, async_op=async_op)
     # torchft's groups have no all-gather into one tensor.
-    return dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=async_op)
+    return dist.all_gather(list(rows.unbind(0)), tensor, group=group, async_op=async_op)
 
 
 def _gather_different(
-    own: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
+    tensor: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work | MessageWork:
-    if backend_of(group, own.device) != "gloo":
-        work: dist.Work = dist.all_gather(list(parts), own, group=group, async_op=True)
+    if backend_of(group, tensor.device) != "gloo":
+        work: dist.Work = dist.all_gather(list(parts), tensor, group=group, async_op=True)
         return work
     # gloo only gathers equal sizes.
-    broadcasts = MessageWork(set(), timeout_of(group, own.device))
-    parts[group.rank()].copy_(own)
+    broadcasts = MessageWork(set(), timeout_of(group, tensor.device))
+    parts[group.rank()].copy_(tensor)
     for rank, part in enumerate(parts):
         if part.numel():
             broadcasts.post(dist.broadcast(part, group=group, group_src=rank, async_op=True))
@@ -347,15 +366,16 @@ def _check_rows(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> No
 
 
 def gather_rows(
-    own: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str
+    row: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str
 ) -> torch.Tensor:
-    """Gather the small tensor `own` from every rank, one row per rank. All ranks of `group` must
-    call this, with equal shapes and dtypes.
+    """Gather the small tensor `row` from every rank, one row per rank.
+
+    All ranks of `group` must call this, with equal shapes and dtypes.
     """
-    own = own.contiguous()
-    rows = torch.empty((group.size(), *own.shape), dtype=own.dtype, device=own.device)
+    row = row.contiguous()
+    rows = torch.empty((group.size(), *row.shape), dtype=row.dtype, device=row.device)
     try:
-        _gather_equal(own, rows, group, async_op=False)
+        _gather_equal(row, rows, group, async_op=False)
     except RuntimeError as error:
         raise collective_error(what, group, error) from error
     if counters is not None:
@@ -364,32 +384,25 @@ def gather_rows(
 
 
 def gather_bytes(
-    own: bytes, group: dist.ProcessGroup, device: torch.device, what: str
+    content: bytes, group: dist.ProcessGroup, device: torch.device, what: str
 ) -> list[bytes]:
-    """Gather `own` of every rank, as `gather_rows` does. The lengths may differ."""
-    lengths = (
-        gather_rows(torch.tensor([len(own)], device=device), group, None, what).flatten().tolist()
-    )
+    """Gather `content` of every rank, as `gather_rows` does; the lengths may differ."""
+    length = torch.tensor([len(content)], device=device)
+    lengths = gather_rows(length, group, None, what).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    if own:
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    found = []
-    for row, length in zip(
-        gather_rows(padded.to(device), group, None, what).cpu(), lengths, strict=True
-    ):
-        content = bytearray(length)
-        if length:
-            torch.frombuffer(content, dtype=torch.uint8).copy_(row[:length])
-        found.append(bytes(content))
-    return found
+    if content:
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    rows = gather_rows(padded.to(device), group, None, what).cpu()
+    return [bytes_of(row[:numel]) for row, numel in zip(rows, lengths, strict=True)]
 
 
 def broadcast_first(
     tensor: torch.Tensor, group: dist.ProcessGroup, counters: Counters | None, what: str
 ) -> None:
-    """Broadcast `tensor`, contiguous, from rank 0 of `group`. All ranks must call this, with equal
-    shapes and dtypes. Counted as an all-reduce that puts as many bytes on the network: half of the
-    tensor's bytes.
+    """Broadcast `tensor`, contiguous, from rank 0 of `group`.
+
+    All ranks must call this, with equal shapes and dtypes. Counted as an all-reduce that puts as
+    many bytes on the network: half of the tensor's bytes.
     """
     try:
         dist.broadcast(tensor, group=group, group_src=0)
@@ -400,16 +413,17 @@ def broadcast_first(
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device, what: str) -> list[str]:
-    return [each.decode() for each in gather_bytes(text.encode(), group, device, what)]
+    return [content.decode() for content in gather_bytes(text.encode(), group, device, what)]
 
 
 _COLUMNS = 1021
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum (0-dim int64 tensor on the same device) of the bits of `tensor` and their
-    order, equal in all processes. Tensors that differ in exactly one element have different
-    checksums.
+    """Compute a checksum of the bits of `tensor` and their order, equal in all processes.
+
+    The result is a 0-dim int64 tensor on the same device. Tensors that differ in exactly one
+    element have different checksums.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -421,23 +435,21 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     columns[: rest.numel()] += rest
     # Odd factors are invertible modulo 2**64, so a difference in one column always changes the
     # result.
-    factors = (
-        torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * 0x9E3779B97F4A7C2 + 1
-    )
-    return (columns * (factors | 1)).sum()
+    places = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device)
+    factors = (places * 0x9E3779B97F4A7C2 + 1) | 1
+    return (columns * factors).sum()
 
 
 def agreement_key(*parts: object) -> int:
-    """Hash the `repr` of `parts` to a number below 2**62, equal in all processes, by which ranks
-    compare `parts`.
-    """
+    """Hash the `repr` of `parts`, so that ranks can compare them, to a number below 2**62."""
     digest = hashlib.sha256("\0".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
 def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -> HookRunError:
-    """Create the error for a collective that has failed here. Finding the ranks that have ended or
-    hang takes up to a few seconds (`lost_ranks`).
+    """Create the error for a collective that has failed here.
+
+    Finding the ranks that have ended or hang takes up to a few seconds (`lost_ranks`).
     """
     lost = lost_ranks(group, error)
     if lost:
@@ -456,8 +468,10 @@ def collective_error(what: str, group: dist.ProcessGroup, error: RuntimeError) -
 
 
 def new_future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    """Create a future for a tensor on `device`. Without `devices` a future would accept a tensor on
-    an accelerator, but its waiters would not synchronise with the stream and would read too early.
+    """Create a future for a tensor on `device`.
+
+    Without `devices` a future would accept a tensor on an accelerator, but its waiters would not
+    synchronise with the stream and would read too early.
     """
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
@@ -466,12 +480,14 @@ T = TypeVar("T")
 
 
 def good_on_all(good: torch.Tensor, group: dist.ProcessGroup, whose: str) -> torch.Tensor:
-    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`, the shards of a
-    replica or the ranks of a node. All of them must call this. The host does not wait for an
-    accelerator. The bytes are not counted.
+    """Return whether `good` (0-dim bool tensor) is true on all ranks of `group`.
+
+    These are the shards of a replica or the ranks of a node; all of them must call this. The host
+    does not wait for an accelerator. The bytes are not counted.
     """
     bad = (~good).to(torch.int32).view(1)
-    return start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()[0] == 0
+    bad_somewhere = start(Send(bad, what=f"the verdict of {whose}", op="max"), group, None).wait()
+    return bad_somewhere[0] == 0
 
 
 def on_all_shards(
@@ -481,10 +497,11 @@ def on_all_shards(
     device: torch.device,
     otherwise: type[CommHookError],
 ) -> tuple[T, list[list[int]]]:
-    """Run `work` on all ranks of `shard_group` (None: not sharded) so that either all of them
-    succeed or all of them raise. All must call this. Returns the result of `work` on this rank, and
-    the `numbers` of all ranks. If `work` raises CommHookError on another rank, this rank raises
-    `otherwise`.
+    """Run `work` on all ranks of `shard_group`, so that all of them succeed or all raise.
+
+    All must call this. `shard_group`: None if the model is not sharded. Returns the result of
+    `work` on this rank, and the `numbers` of all ranks. If `work` raises CommHookError on another
+    rank, this rank raises `otherwise`.
 
     The ranks with the same shard determine on their own whether they can attach and which step they
     have reached. Here these replicate groups exchange the results.

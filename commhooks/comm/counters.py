@@ -28,8 +28,9 @@ class Times:
     waiting_s: float = 0.0
     """Time spent waiting for collectives, including the delay of other ranks."""
     left_to_ddp_s: float = 0.0
-    """The part of `waiting_s` that DDP waits for the futures of hooks that return at once: from the
-    last hook call to the completion of the last future.
+    """The part of `waiting_s` that DDP waits for the futures of hooks that return at once.
+
+    It lasts from the last hook call to the completion of the last future.
     """
 
 
@@ -50,20 +51,21 @@ class Clocks:
 
     @contextlib.contextmanager
     def measure(self, device: torch.device, *, waiting: bool = False) -> Iterator[None]:
-        """Count the time of the body as codec time, or with `waiting`, in a nested body, as waiting
-        time instead.
+        """Count the time of the body as codec time.
+
+        With `waiting`, in a nested body, count it as waiting time instead.
         """
         begin = mark(device)
         try:
             yield
         finally:
-            self._between(
-                begin, mark(device), functools.partial(self._count, self.last_pass, waiting=waiting)
-            )
+            count = functools.partial(self._count, self.last_pass, waiting=waiting)
+            self._between(begin, mark(device), count)
 
     def left_to_ddp(self, device: torch.device) -> Callable[[], None]:
-        """Record that a hook has returned a future for which DDP waits. Call the result when the
-        future completes.
+        """Record that a hook has returned a future for which DDP waits.
+
+        Call the result when the future completes.
         """
         this_pass = self.last_pass
 
@@ -77,8 +79,9 @@ class Clocks:
         return lambda: self._between(self._called, mark(device), count)
 
     def collect(self, *, wait: bool) -> None:
-        """Count the intervals whose events have completed. With `wait`, synchronise and count
-        all.
+        """Count the intervals whose events have completed.
+
+        With `wait`, synchronise and count all.
         """
         # Without `wait` this must not block: another thread may hold the lock while it waits for
         # the device.
@@ -122,8 +125,9 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two marks; NaN on a device without a clock. On CUDA the host waits
-    for both.
+    """Return the seconds between two marks; NaN on a device without a clock.
+
+    On CUDA the host waits for both.
     """
     if begin is None or end is None:
         return float("nan")
@@ -181,24 +185,26 @@ class Counters:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_inside_nodes: int = 0
-    """Bytes of collectives inside this rank's node, if a hook compresses between nodes. Not in
-    `bytes_sent`.
+    """Bytes of collectives inside this rank's node, if a hook compresses between nodes.
+
+    Not in `bytes_sent`.
     """
     bytes_uncompressed: int = 0
     """Bytes that DDP without a hook would have passed to all-reduce in the same passes."""
     handshakes: int = 0
-    """Number of small collectives in which the ranks compare their states. Their bytes are not
-    counted.
+    """Number of small collectives in which the ranks compare their states.
+
+    Their bytes are not counted.
     """
     passes_acted: int = 0
-    """Passes in which the hook compressed at least one parameter, committed or not. After `auto`
-    has chosen plain all-reduce or bf16, all passes.
+    """Passes in which the hook compressed at least one parameter, committed or not.
+
+    After `auto` has chosen plain all-reduce or bf16, all passes.
     """
     numel_before: int = 0
+    """Gradient elements before compression, in passes after the start only."""
     numel_after: int = 0
-    """`numel_before` and `numel_after` count gradient elements before and after compression, in
-    passes after the start only.
-    """
+    """Gradient elements after compression, in the same passes."""
     last_issued: str = ""
     """Description, bucket and step of the latest collective, for finding out where a run hangs."""
     last_pass: PassCounters = field(default_factory=PassCounters)
@@ -213,8 +219,8 @@ class Counters:
         self.before = {name: saved[name] - getattr(self, name) for name in CONTINUED}
 
     def compression_stats(self) -> tuple[float, int, int]:
-        before, after = self.numel_before, self.numel_after
-        return before / after if after else 0, before, after
+        rate = self.numel_before / self.numel_after if self.numel_after else 0
+        return rate, self.numel_before, self.numel_after
 
     def sent(self, size: int) -> None:
         self.collectives += 1

@@ -1,5 +1,4 @@
-"""Manage process groups: their backend, new groups of their ranks, and the ranks that a failed
-collective has lost.
+"""Manage process groups: their backends, new groups, and the ranks that a failed collective lost.
 
 gloo closes the connection to a rank that has ended. After a timeout it closes all connections of
 this rank at both ends, so that the other ranks fail in turn. To find the cause, each rank that has
@@ -27,15 +26,15 @@ TAG = 2**30
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for `device`: a group may have one per device type
-    ("cpu:gloo,cuda:nccl").
+    """Return the name of the backend for `device`.
+
+    A group may have one per device type ("cpu:gloo,cuda:nccl").
     """
     if group in _ADOPTED:
         return _ADOPTED[group]
-    kinds = dict(
-        part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
-    )
-    name: str = kinds.get(device.type, dist.get_backend(group))
+    parts = [part.partition(":") for part in dist.get_backend_config(group).split(",")]
+    by_device_type = {device_type: backend for device_type, colon, backend in parts if colon}
+    name: str = by_device_type.get(device.type, dist.get_backend(group))
     return name
 
 
@@ -43,9 +42,7 @@ _ADOPTED: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyD
 
 
 def adopt(group: dist.ProcessGroup, backend: str) -> None:
-    """Register the backend of a group that torch.distributed does not know, such as a group of
-    torchft.
-    """
+    """Register the backend of a group that torch.distributed does not know, as torchft's."""
     _ADOPTED[group] = backend
 
 
@@ -59,9 +56,10 @@ GLOO_INTERFACE = (
 def new_group(
     parts: Sequence[Sequence[int]], within: dist.ProcessGroup, device: torch.device
 ) -> dist.ProcessGroup:
-    """Divide the ranks of `within` into new groups with the same timeout, and return the group of
-    this rank. All ranks of `within` must call this with the same `parts`. torch keeps the groups
-    until `destroy_process_group`.
+    """Divide the ranks of `within` into new groups, and return the group of this rank.
+
+    All ranks of `within` must call this with the same `parts`. The groups have the timeout of
+    `within`; torch keeps them until `destroy_process_group`.
 
     Args:
         parts: the ranks of each group, as ranks in `within`; every rank is in one of them.
@@ -72,9 +70,11 @@ def new_group(
             lacks some of them.
         HookRunError: the ranks cannot connect.
     """
-    everywhere, world = dist.get_process_group_ranks(within), dist.group.WORLD
+    everywhere = dist.get_process_group_ranks(within)
+    world = dist.group.WORLD
     assert world is not None
-    bound, partial = getattr(world, "bound_device_id", None), len(everywhere) < world.size()
+    bound = getattr(world, "bound_device_id", None)
+    partial = len(everywhere) < world.size()
     if partial and bound is not None:
         # NCCL would split the communicator of the default group, and all of its ranks must do that
         # together.
@@ -85,10 +85,8 @@ def new_group(
         )
     if partial:
         _count_alike(within, device)
-    bind: dict[str, Any] = (
-        {} if device.index is None or device.type == "cpu" or bound else {"device_id": device}
-    )
-    own: list[dist.ProcessGroup] = []
+    options = _group_options(within, device, partial=partial, bind=bound is None)
+    here: list[dist.ProcessGroup] = []
     for part in parts:
         # With `use_local_synchronization` only the members make a group, because ranks outside of
         # `within` do not call this. Otherwise all ranks must make all groups, in the same order.
@@ -96,21 +94,33 @@ def new_group(
             continue
         ranks = [everywhere[rank] for rank in part]
         try:
-            made = dist.new_group(
-                ranks, timeout=timeout_of(within, device), use_local_synchronization=partial, **bind
-            )
+            group = dist.new_group(ranks, **options)
         except RuntimeError as error:
             raise HookRunError(
                 f"the ranks cannot make another process group ({GLOO_INTERFACE}): {error}"
             ) from error
         if within.rank() in part:
-            own.append(made)
-    return own[0]
+            here.append(group)
+    return here[0]
+
+
+def _group_options(
+    within: dist.ProcessGroup, device: torch.device, *, partial: bool, bind: bool
+) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "timeout": timeout_of(within, device),
+        "use_local_synchronization": partial,
+    }
+    if bind and device.index is not None and device.type != "cpu":
+        options["device_id"] = device
+    return options
 
 
 def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that collectives of `group` have futures, which DDP needs. Raise AttachError if they
-    have none, as with some versions of torchcomms. All ranks of `group` must call this.
+    """Check that collectives of `group` have futures, which DDP needs.
+
+    Raise AttachError if they have none, as with some versions of torchcomms. All ranks of `group`
+    must call this.
     """
     if not is_torchcomms(group, device):
         return
@@ -127,39 +137,43 @@ def check_futures(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _count_alike(within: dist.ProcessGroup, device: torch.device) -> None:
-    """Make all ranks of `within` members of equally many groups. torch 2.13 includes this number in
-    the name under which the ranks of a new group find each other. If the numbers differ, the ranks
-    wait until the timeout. A rank in fewer groups therefore creates unused groups of its own.
+    """Make all ranks of `within` members of equally many groups.
+
+    torch 2.13 includes this number in the name under which the ranks of a new group find each
+    other. If the numbers differ, the ranks wait until the timeout. A rank in fewer groups therefore
+    creates unused groups of its own.
     """
-    own = groups_here()
-    most = torch.tensor([own], device=device)
+    here = groups_here()
+    most = torch.tensor([here], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=within)
-    for _ in range(int(most) - own):
+    for _ in range(int(most) - here):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 CPU = torch.device("cpu")
 _LOST: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
-"""The lost ranks of each failed group. The futures of its buckets fail one by one, and all report
-the same ranks.
+"""The lost ranks of each failed group.
+
+The futures of its buckets fail one by one, and all report the same ranks.
 """
 _NOTED: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Default groups in whose store this rank has left a note. A rank that continues with another group
-cannot distinguish old notes from new notes.
+"""Default groups in whose store this rank has left a note.
+
+A rank that continues with another group cannot distinguish old notes from new notes.
 """
 
 CLOSED_LIMIT_S = 0.5
+"""How long to wait for notes. Ranks whose connection was closed leave a note at once."""
 TIMED_OUT_LIMIT_S = 2.0
-"""How long to wait for notes. Ranks whose connection was closed leave a note at once. A rank that
-was busy when another rank's collective timed out may be late.
-"""
+"""The same after a timeout: a rank that was busy when a collective timed out may be late."""
 
 
 def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
-    """Find the ranks that have ended or hang, after a collective of `group` has failed with
-    `error`. Returns their ranks in the default group; empty if they are unknown, as on a rank that
-    has continued after an earlier failure. Afterwards `group` cannot be used any more. Takes up to
+    """Find the ranks that have ended or hang, after a collective of `group` has failed.
+
+    Returns their ranks in the default group; empty if they are unknown, as on a rank that has
+    continued after an earlier failure. Afterwards `group` cannot be used any more. Takes up to
     three times `CLOSED_LIMIT_S`, or `TIMED_OUT_LIMIT_S` after a timeout.
     """
     if (
@@ -171,10 +185,10 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
         return []
     if group in _LOST:
         return _LOST[group]
-    ranks, here = dist.get_process_group_ranks(group), group.rank()
-    closed = [
-        ranks[other] for other in range(group.size()) if other != here and _is_closed(other, group)
-    ]
+    ranks = dist.get_process_group_ranks(group)
+    here = group.rank()
+    peers = [rank for rank in range(group.size()) if rank != here]
+    closed = [ranks[peer] for peer in peers if _is_closed(peer, group)]
     world = dist.group.WORLD
     assert world is not None
     if not closed or world in _NOTED:
@@ -182,48 +196,46 @@ def lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> list[int]:
     _NOTED.add(world)
     timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))
     notes = _Notes(store_of(world), TIMED_OUT_LIMIT_S if timed_out else CLOSED_LIMIT_S)
-    found = closed
+    lost = closed
 
     def look() -> None:
-        nonlocal found
+        nonlocal lost
         with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
-            found = notes.find(ranks[here], closed, ranks)
+            lost = notes.find(ranks[here], closed, ranks)
 
     # If the process that holds the store is stopped, a call of the store never returns, whatever
     # its time limit.
     thread = threading.Thread(target=look, name="commhooks lost ranks", daemon=True)
     thread.start()
     thread.join(3.5 * notes.limit_s)
-    if found:
-        _LOST[group] = found
-    return found
+    if lost:
+        _LOST[group] = lost
+    return lost
 
 
 def note_lost_ranks(error: BaseException, group: dist.ProcessGroup) -> None:
-    """Add to an error of gloo, raised by another collective than a hook's, which ranks have ended
-    or hang. Afterwards `group` cannot be used any more.
+    """Add to an error of gloo which ranks have ended or hang.
+
+    It is for collectives that are not a hook's. Afterwards `group` cannot be used any more.
     """
-    if (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, HookRunError)
-        and "gloo" in str(error)
-    ):
-        lost = lost_ranks(group, error)
-        note = f"commhooks: {described_lost(lost)}; look at the output there"
-        if lost and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(note)
+    if not isinstance(error, RuntimeError) or isinstance(error, HookRunError):
+        return
+    if "gloo" not in str(error):
+        return
+    lost = lost_ranks(group, error)
+    if lost and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"commhooks: {described_lost(lost)}; look at the output there")
 
 
 def described_lost(lost: Sequence[int]) -> str:
-    who, verbs = (
-        ("rank", "has ended or hangs") if len(lost) == 1 else ("ranks", "have ended or hang")
-    )
-    return f"{who} {listed(lost)} {verbs}"
+    if len(lost) == 1:
+        return f"rank {listed(lost)} has ended or hangs"
+    return f"ranks {listed(lost)} have ended or hang"
 
 
-def _is_closed(other: int, group: dist.ProcessGroup) -> bool:
+def _is_closed(peer: int, group: dist.ProcessGroup) -> bool:
     try:
-        dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=TAG + 1)
+        dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=TAG + 1)
     except RuntimeError:
         return True
     return False
@@ -235,18 +247,19 @@ class _Notes:
         self._store = dist.PrefixStore(f"commhooks/failed/{attempt}", store)
         self.limit_s = limit_s
 
-    def find(self, own: int, closed: Collection[int], group: Collection[int]) -> list[int]:
-        self._store.set(str(own), "")  # leave a note
-        others = [rank for rank in group if rank != own]
+    def find(self, here: int, closed: Collection[int], group: Collection[int]) -> list[int]:
+        """Leave a note as rank `here`, and return the lost ranks."""
+        self._store.set(str(here), "")
+        others = [rank for rank in group if rank != here]
         # Look at the ranks with closed connections first, because a rank that was not in a
         # collective yet may not have noticed the failure.
-        found = (
+        lost = (
             self._silent(closed)
             or self._silent(others)
             or self._within_limit(lambda: self._named_by(others))
         )
-        self._store.set(str(own), " ".join(map(str, found)))
-        return found
+        self._store.set(str(here), " ".join(map(str, lost)))
+        return lost
 
     def _silent(self, ranks: Collection[int]) -> list[int]:
         silent = list(ranks)
@@ -259,15 +272,14 @@ class _Notes:
         return silent
 
     def _named_by(self, ranks: Collection[int]) -> list[int]:
-        return sorted(
-            {int(each) for rank in ranks for each in self._store.get(str(rank)).decode().split()}
-        )
+        notes = [self._store.get(str(rank)).decode() for rank in ranks]
+        return sorted({int(rank) for note in notes for rank in note.split()})
 
-    def _within_limit(self, look: Callable[[], Found]) -> Found:
+    def _within_limit(self, look: Callable[[], Result]) -> Result:
         deadline = time.monotonic() + self.limit_s
-        while not (found := look()) and time.monotonic() < deadline:
+        while not (result := look()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return found
+        return result
 
 
 def is_logging_rank(group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None) -> bool:

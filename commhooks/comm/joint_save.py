@@ -1,5 +1,4 @@
-"""Run joint saves: collectives that can neither hang nor interfere with the collectives of the
-training.
+"""Run joint saves: collectives that can neither hang nor interfere with those of the training.
 
 Each save makes a gloo group and sends CPU copies in pieces; if all ranks request it, it uses their
 own process group. The ranks meet twice through the store of their process group: before the first
@@ -27,14 +26,14 @@ from commhooks.gradients.torch_private import address_key, store_of
 PIECE_NUMEL = 1 << 22
 """Elements per collective: 16 MiB in float32, a few seconds at 100 Mbit/s."""
 _OWN_GROUP = "own group"
-"""What a rank adds to its vote to request its own process group, and the decision if all ranks do.
-"""
+"""What a rank adds to its vote to request its own process group; the decision if all ranks do."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Explains why a joint save failed. `logged_here`: True on one of the ranks that know the
-    reason.
+    """Explains why a joint save failed.
+
+    `logged_here`: True on one of the ranks that know the reason.
     """
 
     reason: str
@@ -42,8 +41,7 @@ class Failure:
 
 
 class JointSave:
-    """Runs the joint saves of one session. Every rank of the group makes a `JointSave` with the
-    same `nonce`.
+    """Runs the joint saves of one session; every rank of the group makes one, with equal `nonce`.
 
     Args:
         group: returns the process group of the ranks that save; raises HookRunError once it was
@@ -62,8 +60,12 @@ class JointSave:
         shards: Callable[[], dist.ProcessGroup] | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        self._ranks, self._rank, self._size, self._nonce = group, rank, size, nonce
-        self._shards, self._device = shards, device
+        self._ranks = group
+        self._rank = rank
+        self._size = size
+        self._nonce = nonce
+        self._shards = shards
+        self._device = device
         self._limit = timedelta(0)
         self._written: list[str] = []  # keys, in the order of the saves
         self._saves: Counter[int] = Counter()
@@ -84,8 +86,9 @@ class JointSave:
         refusal: str = "",
         others_may_be_ahead: bool = False,
     ) -> Failure | None:
-        """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks. All
-        ranks should call this; if one does not, the others return a failure after the time limit.
+        """Run `collect`, which calls `mean` and `gather` on this object, jointly on all ranks.
+
+        If a rank does not call this, the others return a failure after the time limit.
 
         Args:
             step: the step that is saved, equal on all ranks; part of the keys in the store.
@@ -109,38 +112,39 @@ class JointSave:
         try:
             self._store = dist.PrefixStore(f"commhooks/{self._nonce:016x}", store_of(self._ranks()))
             if refusal:
-                for each in [step, step + 1] if others_may_be_ahead else [step]:
-                    failure: Failure | None = self._refuse(
-                        f"{self._next_place(each)}/begin", refusal
-                    )
+                failure: Failure | None = self._refuse(f"{self._next_place(step)}/begin", refusal)
+                if others_may_be_ahead:
+                    failure = self._refuse(f"{self._next_place(step + 1)}/begin", refusal)
             else:
                 vote = f"{'' if passes is None else passes} {_OWN_GROUP if own_group else ''}"
                 failure = self._attempt(self._next_place(step), collect, vote)
         except HookRunError as error:  # the group of the ranks was destroyed
             failure = Failure(str(error), logged_here=True)
         finally:
-            self._store = self._group = self._own_group = None
+            self._store = None
+            self._group = None
+            self._own_group = None
         return self.of_all_shards(failure)
 
     def of_all_shards(self, failure: Failure | None) -> Failure | None:
         if self._shards is None:
             return failure
         group = self._shards()
-        own = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
+        failed_here = torch.tensor([failure is not None], dtype=torch.int64, device=self._device)
         what = "the joint save of all shards (save on every rank, or on none)"
-        failed = gather_rows(own, group, None, what)
+        failed = gather_rows(failed_here, group, None, what)
         if not failed.any():
             return None
         reasons = gather_texts("" if failure is None else failure.reason, group, self._device, what)
         if failure is None:
             return Failure(next(filter(None, reasons)), logged_here=False)
-        return replace(
-            failure, logged_here=failure.logged_here and not failed[: group.rank()].any()
-        )
+        is_first = not failed[: group.rank()].any()
+        return replace(failure, logged_here=failure.logged_here and is_first)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the mean of `tensor` over the ranks, on the CPU. All ranks must call this with
-        equal shapes and dtypes.
+        """Return the mean of `tensor` over the ranks, on the CPU.
+
+        All ranks must call this with equal shapes and dtypes.
         """
         if self._own_group is not None:
             total = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -155,12 +159,13 @@ class JointSave:
         return total.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return `tensor` of all ranks, in rank order, on the CPU. All ranks must call this with
-        equal shapes and dtypes.
+        """Return `tensor` of all ranks, in rank order, on the CPU.
+
+        All ranks must call this with equal shapes and dtypes.
         """
-        own = tensor.detach().cpu().contiguous()
-        gathered = [torch.empty_like(own) for _ in range(self._size)]
-        for mine, *theirs in zip(*map(pieces, (own, *gathered)), strict=True):
+        sent = tensor.detach().cpu().contiguous()
+        gathered = [torch.empty_like(sent) for _ in range(self._size)]
+        for mine, *theirs in zip(*map(pieces, (sent, *gathered)), strict=True):
             self._group.allgather([theirs], [mine]).wait(self._limit)
         return gathered
 
@@ -187,9 +192,8 @@ class JointSave:
         except Exception as error:  # torch has no narrower class for a dead rank or a timeout
             # Refuse before the group is destroyed, which closes the connections and makes the other
             # ranks fail in turn.
-            return self._refuse(
-                f"{place}/end", f"rank {self._rank} {what}: {type(error).__name__}: {error}"
-            )
+            reason = f"rank {self._rank} {what}: {type(error).__name__}: {error}"
+            return self._refuse(f"{place}/end", reason)
         before = len(self._written)
         failure, _ = self._meet(f"{place}/end", "")
         if failure is not None:
@@ -204,30 +208,27 @@ class JointSave:
         return None
 
     def _meet(self, place: str, vote: str) -> tuple[Failure | None, bool]:
-        """Wait for all ranks. Return the failure, and whether all ranks request their own group;
-        both are the same on all ranks. `vote` has the number of passes, which must be the same on
+        """Wait for all ranks. Return the failure, and whether all ranks request their own group.
+
+        Both are the same on all ranks. `vote` has the number of passes, which must be the same on
         all ranks, a space, and `_OWN_GROUP` or nothing.
         """
-        store, ballots = self._store_at(place), [f"vote{rank}" for rank in range(self._size)]
+        store = self._store_at(place)
+        ballots = [f"vote{rank}" for rank in range(self._size)]
         late = f"not every rank took part within {self._limit.total_seconds():g} s"
         verdict = ""
         try:
             store.set(f"vote{self._rank}", vote)
             try:
                 store.wait(ballots if self._rank == 0 else ["decision"], self._limit)
-            except (
-                RuntimeError
-            ):  # a timeout: DistStoreError from a TCPStore, RuntimeError from a FileStore
+            except RuntimeError:  # a timeout: a TCPStore raises a subclass, DistStoreError
                 verdict = f"{self._rank} {late}"
             if self._rank == 0 and not verdict:
-                votes = [store.get(ballot).decode().partition(" ") for ballot in ballots]
-                passes = sorted({each for each, _, _ in votes}, key=lambda each: int(each or 0))
-                verdict = _OWN_GROUP if all(group == _OWN_GROUP for _, _, group in votes) else "all"
-                if len(passes) > 1:
-                    verdict = f"0 the ranks have made {listed(passes, ' and ')} backward passes"
-            decision = (
-                store.compare_set("decision", "", verdict) if verdict else store.get("decision")
-            )
+                verdict = _counted([store.get(ballot).decode() for ballot in ballots])
+            if verdict:
+                decision = store.compare_set("decision", "", verdict)
+            else:
+                decision = store.get("decision")
         except RuntimeError:  # the process that hosts the store has ended
             return Failure(late, logged_here=True), False
         return self._failure(decision), decision.decode() == _OWN_GROUP
@@ -252,6 +253,15 @@ class JointSave:
             return None
         rank, _, reason = decision.decode().partition(" ")
         return Failure(reason, int(rank) == self._rank)
+
+
+def _counted(votes: list[str]) -> str:
+    """Return the decision of rank 0 on the votes of all ranks; see `JointSave._meet`."""
+    split = [vote.partition(" ") for vote in votes]
+    passes = sorted({count for count, _, _ in split}, key=lambda count: int(count or 0))
+    if len(passes) > 1:
+        return f"0 the ranks have made {listed(passes, ' and ')} backward passes"
+    return _OWN_GROUP if all(group == _OWN_GROUP for _, _, group in split) else "all"
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

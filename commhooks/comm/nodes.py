@@ -19,17 +19,17 @@ RanksPerNode = int | str | None
 
 
 class Nodes:
-    """Holds this rank's groups if the ranks form `count` nodes of equal size. `local_rank` is the
-    rank in `intra_node`.
+    """Holds this rank's groups if the ranks form `count` nodes of equal size.
+
+    `local_rank` is the rank in `intra_node`.
     """
 
     def __init__(self, intra_node: dist.ProcessGroup, inter_node: dist.ProcessGroup) -> None:
-        self.local_rank, self.ranks_per_node, self.count = (
-            intra_node.rank(),
-            intra_node.size(),
-            inter_node.size(),
-        )
-        self._intra_node, self._inter_node = held_weakly(intra_node), held_weakly(inter_node)
+        self.local_rank = intra_node.rank()
+        self.ranks_per_node = intra_node.size()
+        self.count = inter_node.size()
+        self._intra_node = held_weakly(intra_node)
+        self._inter_node = held_weakly(inter_node)
 
     @property
     def description(self) -> str:
@@ -45,35 +45,37 @@ class Nodes:
         return self._inter_node()
 
 
-# The nodes of each group, by their ranks. A second training reuses the nodes of the first training.
-# In torch 2.13 a group cannot be destroyed and made again with the same ranks, because it would
-# connect to the old group's addresses.
+# The nodes of each group, by their ranks. A second run reuses the nodes of the first one: in torch
+# 2.13 a group cannot be destroyed and made again with the same ranks, because it would connect to
+# the old group's addresses.
 _KNOWN: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Nodes]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def places_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Gather the machine of each rank of `group`: its host name and the number of its launcher
-    (torchrun's GROUP_RANK). All ranks of `group` must call this.
+    """Gather the machine of each rank: its host name and its launcher (torchrun's GROUP_RANK).
+
+    All ranks of `group` must call this.
     """
-    own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
-    return gather_texts(own, group, device, "the names of the nodes")
+    machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
+    return gather_texts(machine, group, device, "the names of the nodes")
 
 
 def ranks_by_place(places: Sequence[str]) -> dict[str, list[int]]:
-    return {
-        place: [rank for rank, each in enumerate(places) if each == place]
-        for place in dict.fromkeys(places)
-    }
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    return ranks
 
 
 def find_nodes(
     ranks_per_node: RanksPerNode, group: dist.ProcessGroup, device: torch.device
 ) -> Nodes | None:
-    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node. All
-    ranks of `group` must call this. Rank 0 warns if `ranks_per_node` exceeds the world size. Raises
-    AttachError on all ranks if the nodes have different numbers of ranks.
+    """Divide the ranks of `group` into nodes; None if there is one node, or one rank per node.
+
+    All ranks of `group` must call this. Rank 0 warns if `ranks_per_node` exceeds the world size.
+    Raises AttachError on all ranks if the nodes have different numbers of ranks.
 
     Args:
         ranks_per_node: the number of consecutive ranks in a node. "auto": ranks started by the same
@@ -106,8 +108,10 @@ def find_nodes(
         )
     if len(nodes) == 1 or sizes[0] == 1:
         return None
-    known, division = _KNOWN.setdefault(group, {}), str(nodes)
-    if division not in known:
-        across = list(zip(*nodes, strict=True))
-        known[division] = Nodes(new_group(nodes, group, device), new_group(across, group, device))
-    return known[division]
+    divisions = _KNOWN.setdefault(group, {})
+    division = str(nodes)
+    if division not in divisions:
+        intra_node = new_group(nodes, group, device)
+        inter_node = new_group(list(zip(*nodes, strict=True)), group, device)
+        divisions[division] = Nodes(intra_node, inter_node)
+    return divisions[division]

@@ -16,8 +16,8 @@ import torch
 
 from commhooks.comm.collectives import Op, Send
 from commhooks.comm.wire import all_finite, wire_dtype_of
-from commhooks.compressors.state_field import RESIDUAL, StateField
-from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan, real_itemsize
+from commhooks.compressors.state_field import RESIDUAL, StateField, memory_of
+from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError
 from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.loss_scale import LossScale
@@ -39,21 +39,26 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Asks whether every bucket of this backward pass is finite on every rank. An exchange may
-    write learned state only after a true answer: a bool on the CPU and a 0-dim bool tensor on an
-    accelerator, without synchronisation.
+    """Asks whether every bucket of this backward pass is finite on every rank.
+
+    An exchange may write learned state only after a true answer: a bool on the CPU and a 0-dim bool
+    tensor on an accelerator, without synchronisation.
     """
 
     finite: torch.Tensor
-    """0-dim bool tensor on the bucket's device: whether everything that this exchange received is
-    finite. Compute it from reduced tensors, because it must be equal on all ranks.
+    """Whether everything that this exchange received is finite.
+
+    A 0-dim bool tensor on the bucket's device. Compute it from reduced tensors, because it must be
+    equal on all ranks.
     """
 
 
 Exchange = Generator[Send | Verdict, Any, torch.Tensor | None]
-"""A generator that yields a `Send` for each collective, and one `Verdict` if the compressor is
-transactional. It receives the reduced tensor or the answer. It leaves the averaged gradient in the
-bucket and returns None, or returns another tensor that holds it.
+"""A generator that yields a `Send` for each collective.
+
+It receives the reduced tensor. If the compressor is transactional it also yields one `Verdict`, and
+receives the answer. It leaves the averaged gradient in the bucket and returns None, or returns
+another tensor that holds it.
 """
 
 
@@ -68,20 +73,23 @@ class StepInfo:
     """Describes the current step to an exchange."""
 
     number: int
-    """Number of committed steps before this one. On an accelerator a lower bound unless
-    `needs_exact_step` is True.
+    """Number of committed steps before this one.
+
+    On an accelerator a lower bound unless `needs_exact_step` is True.
     """
     world_size: int
     residual_factor: LossScale = 1.0
-    """Current loss scale divided by the loss scale of the stored fields with `scales_with_loss`. A
-    float, or on an accelerator a 0-dim tensor.
+    """Current loss scale divided by the loss scale of the stored fields with `scales_with_loss`.
+
+    A float, or on an accelerator a 0-dim tensor.
     """
     rank: int = 0
     """This rank in the process group that reduces the gradients."""
     unused: Collection[str] = ()
-    """Names of parameters in this bucket that this rank has not used since the last synchronised
-    backward pass. The bucket holds their old gradients. DDP discards the result for a parameter
-    that no rank has used.
+    """Names of parameters that this rank has not used since the last synchronised backward pass.
+
+    The bucket holds their old gradients. DDP discards the result for a parameter that no rank has
+    used.
     """
 
 
@@ -93,13 +101,11 @@ class Compressor(ABC, Generic[ConfigT]):
         title: the name shown in messages; defaults to the hook's name.
         state_fields: the fields of the learned state; a property if they depend on the options.
         transactional: if True, the engine waits for all collectives and commits all buckets of a
-        backward pass or none.
-            If False (no learned state), hook calls return at once and DDP waits; with nodes the
-            engine waits.
+            backward pass or none. If False (no learned state), hook calls return at once and DDP
+            waits; with nodes the engine waits.
         selective: whether the compressor decides per parameter. Plans then show the reasons.
         collectives: the operations in one exchange, for predicting its time; each sends an equal
-        part of the counted
-            bytes.
+            part of the counted bytes.
         wrappers: whether the fp16 and bf16 wrappers may construct it with a `wire_dtype`.
     """
 
@@ -120,14 +126,16 @@ class Compressor(ABC, Generic[ConfigT]):
             cls.selective = False  # all parameters of a bucket are treated alike
 
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
-        """`config`: options whose start is a number of steps (see `config.resolved`). `wire_dtype`:
-        the dtype to which a wrapper casts messages; None: no wrapper.
+        """Keep the options.
+
+        Args:
+            config: options whose start is a number of steps (see `config.resolved`).
+            wire_dtype: the dtype to which a wrapper casts messages; None: no wrapper.
         """
         self.config = config
         self.wire_dtype = wire_dtype
 
-    # ---- for every author
-    # ----------------------------------------------------------------------------------------
+    # ---- for every author ------------------------------------------------------------------------
 
     @abstractmethod
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
@@ -141,51 +149,49 @@ class Compressor(ABC, Generic[ConfigT]):
         """
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
-        """Decide whether to compress one parameter with a dense, real gradient. The parameter may
-        be on the meta device: read only its shape, strides and dtype.
+        """Decide whether to compress one parameter with a dense, real gradient.
+
+        The parameter may be on the meta device: read only its shape, strides and dtype.
         """
         return UnitPlan.uncompressed(info, f"hook {self.name}")
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> Any:
-        """Allocate the buffers of `exchange` for buckets with this layout. They are never saved.
-        Not called if nothing in the bucket is compressed, because `average` then reduces the
-        bucket.
+        """Allocate the buffers of `exchange` for buckets with this layout; they are never saved.
+
+        Not called if nothing in the bucket is compressed: `average` then reduces the bucket.
         """
         return layout, plans
 
-    # ---- rarely needed
-    # ----------------------------------------------------------------------------------------------
+    # ---- rarely needed ---------------------------------------------------------------------------
 
     def allocate(self, work: Any, step: StepInfo) -> None:
-        """Allocate what depends on the number of ranks. The engine calls this right after
-        `workspace`, so that a device without enough memory fails in the first backward pass and not
-        when compression begins.
+        """Allocate what depends on the number of ranks.
+
+        The engine calls this right after `workspace`, so that a device without enough memory fails
+        in the first backward pass and not when compression begins.
         """
 
     stats_every: int | None = None
     """Number of steps between two log lines with compression statistics; None: log none."""
     computes_from_received: ClassVar[bool] = True
     """Set this to False if each result is one correctly rounded operation on one received number.
-    If True, the last bits may differ between kinds of processors, so that replicas on such machines
-    drift apart.
+
+    If True, the last bits may differ between kinds of processors, so that replicas drift apart.
     """
     native: bool = False
-    """Whether to compute with the native kernel. Set before `workspace`, if all ranks have the same
-    `native_build`.
+    """Whether to compute with the native kernel.
+
+    Set before `workspace`, if all ranks have the same `native_build`.
     """
 
     @property
     def needs_exact_step(self) -> bool:
-        """Whether the exchange needs the exact `step.number`, which synchronises with an
-        accelerator.
-        """
+        """Whether `exchange` needs the exact `step.number`, for which the host waits on CUDA."""
         return False
 
     @property
     def elementwise(self) -> bool:
-        """Whether a bucket may be split anywhere, even within a parameter, because no parameter has
-        learned state.
-        """
+        """Whether a bucket may be split anywhere, because no parameter has learned state."""
         return not self.transactional
 
     @property
@@ -215,60 +221,45 @@ class Compressor(ABC, Generic[ConfigT]):
         return ""
 
     effect: str = ""
-    """What the summary says in place of the plan, as long as nothing is compressed; "": the plan.
-    """
+    """What the summary shows instead of the plan while nothing is compressed; "": the plan."""
     label: str = ""
-    """What the compressor does now, shown beside the hook's name in plans; "" if the name says it.
-    """
+    """What the compressor does now, shown beside the hook's name in plans; "": the name says it."""
     further_stats: Mapping[str, Any] = {}
     """Further entries of `CommHook.stats`, of plain types."""
 
     def initial_value(
         self, field: StateField, plan: UnitPlan, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Return the initial value of a field, on the CPU, for `StateField.refit`, or None if the
-        field starts empty.
+        """Return the initial value of a field, on the CPU; None if the field starts empty.
+
+        `StateField.refit` uses it.
         """
         return None
 
     def check_here(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise HookConfigError if this machine cannot compress gradients of `dtype` on
-        `device`.
-        """
+        """Raise HookConfigError if this machine cannot compress such gradients."""
 
     def native_build(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return an id of this machine's native kernels for gradients of `dtype` on `device`; "" if
-        there are none. Kernels with equal ids compute equal bits. Raises HookConfigError with the
-        reason if kernels should exist but cannot be used.
+        """Return the id of this machine's native kernels for such gradients; "" if it has none.
+
+        Kernels with equal ids compute equal bits. Raises HookConfigError with the reason if kernels
+        should exist but cannot be used.
         """
         return ""
 
     def memory_plan(
         self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """Return the bytes needed per rank. `buckets` holds the plans by bucket; a single group if
-        buckets are unknown.
+        """Return the bytes needed per rank.
+
+        `buckets` has the plans of each bucket; a single group if the buckets are unknown.
         """
-        residual = others = 0
-        for plan in plans:
-            for each in self.state_fields if plan.compressed else ():
-                size = each.size_bytes(plan)
-                residual, others = (
-                    (residual, others + size) if each.replicated else (residual + size, others)
-                )
-        packed = sum(
-            plan.numel_sent * plan.wire_itemsize(self.wire_dtype)
-            for plan in plans
-            if plan.compressed
-        )
-        copies = sum(
-            plan.numel * max(4, real_itemsize(plan.dtype)) for plan in plans if plan.compressed
-        )
-        return MemoryPlan(residual, others, packed, copies=copies)
+        return memory_of(plans, self.state_fields, self.wire_dtype)
 
     def plan(self, parameters: Sequence[ParameterInfo]) -> list[UnitPlan]:
-        """Return a plan per parameter, in order. A compressor of whole buckets returns one plan
-        with a `state_name`.
+        """Return a plan per parameter, in order.
+
+        A compressor of whole buckets returns one plan with a `state_name`.
         """
         return [self.plan_one(info) for info in parameters]
 
@@ -276,61 +267,50 @@ class Compressor(ABC, Generic[ConfigT]):
         """Average a bucket before compression begins, or one in which nothing is compressed."""
         return average(flat, self.wire_dtype_for(flat.dtype), world_size)
 
-    # ---- for compressors that change during a run
-    # --------------------------------------------------------------------
+    # ---- for compressors that change during a run ------------------------------------------------
 
     uses_machines: ClassVar[bool] = False
     """Whether machines count as nodes if `ranks_per_node` is None."""
 
     @property
     def between_nodes(self) -> bool:
-        """Whether the exchange runs between nodes, on gradients averaged inside them, if the ranks
-        form nodes.
-        """
+        """Whether, if the ranks form nodes, `exchange` averages between the nodes only."""
         return True
 
     def with_nodes(self, ranks_per_node: int) -> Any:
-        """Return the compressor to use where the ranks form nodes. Called once, before the first
-        backward pass.
+        """Return the compressor to use where the ranks form nodes.
+
+        Called once, before the first backward pass.
         """
         return self
 
     notes: Any = None
-    """What a checkpoint keeps beside the learned state, in plain types; None: nothing. Equal on all
-    ranks.
+    """What a checkpoint keeps beside the learned state; None: nothing.
+
+    Plain types, equal on all ranks.
     """
 
     def with_notes(self, notes: Any, step: int, *, same_ranks: bool) -> Any:
-        """Return a compressor that continues with saved `notes`, which may be damaged (None:
-        nothing was saved). `step`: number of committed steps at the save. Raises HookConfigError if
-        the notes cannot be used.
+        """Return a compressor that continues with saved `notes`; None: nothing was saved.
+
+        The notes may be damaged. `step`: number of committed steps at the save. Raises
+        HookConfigError if the notes cannot be used.
         """
         return self
 
     def listener(self, session: Any) -> Any:
-        """Return a `Listener` to the backward passes of `session` (both in `engine/session.py`),
-        which may replace the compressor between two passes; None: no listener.
+        """Return a listener to the backward passes of `session`; None: no listener.
+
+        It may replace the compressor between two passes; see `Listener` in `engine/session.py`.
         """
         return None
 
-    # ---- the same for all compressors
-    # --------------------------------------------------------------------------------
+    # ---- the same for all compressors ------------------------------------------------------------
 
     def plan_one(self, info: ParameterInfo) -> UnitPlan:
-        """Leave sparse, excluded, complex and empty parameters uncompressed. Call `plan_parameter`
-        for the others.
-        """
-        because = None
-        if info.sparse:
-            because = "sparse gradient"
-        elif info.excluded_by is not None:
-            because = f"excluded by {info.excluded_by!r}"
-        elif info.parameter.is_complex():
-            because = "complex numbers"
-        elif info.parameter.numel() == 0:
-            because = "empty"
-        if because is not None:
-            return UnitPlan.uncompressed(info, because)
+        """Call `plan_parameter`, unless the parameter is sparse, excluded, complex or empty."""
+        if info.incompressible is not None:
+            return UnitPlan.uncompressed(info, info.incompressible)
         plan: object = self.plan_parameter(info)
         if not isinstance(plan, UnitPlan):
             raise HookConfigError(
@@ -347,27 +327,28 @@ class Compressor(ABC, Generic[ConfigT]):
         return wire_dtype_of(dtype, self.wire_dtype)
 
     def may_compress(self, infos: Sequence[ParameterInfo]) -> list[bool]:
-        """Return for each parameter whether these options can ever compress it, so that it may have
-        a residual.
+        """Return for each parameter whether these options can ever compress it.
+
+        If so, it may have a residual.
         """
         plans = self.plan(infos) if infos else []
-        return (
-            [True] * len(infos)
-            if any(plan.state_name for plan in plans)
-            else [plan.compressed for plan in plans]
-        )
+        if any(plan.state_name for plan in plans):
+            return [True] * len(infos)
+        return [plan.compressed for plan in plans]
 
     def with_start(self, start: int) -> Any:
-        made = copy.copy(self)  # a subclass may have a constructor with other arguments
-        made.config = self.config.with_start(start)
-        return made
+        compressor = copy.copy(self)  # a subclass may have a constructor with other arguments
+        compressor.config = self.config.with_start(start)
+        return compressor
 
 
 def average(
     flat: torch.Tensor, wire_dtype: torch.dtype, world_size: int, *, check_finite: bool = True
 ) -> Exchange:
-    """Replace `flat` by its mean over the ranks, through another buffer if `wire_dtype` is
-    narrower. Without `check_finite`, yield a true verdict without reading the result.
+    """Replace `flat` by its mean over the ranks, sent in `wire_dtype`.
+
+    A narrower `wire_dtype` takes another buffer. Without `check_finite`, yield a true verdict
+    without reading the result.
     """
     wire = flat.div_(world_size)  # divide before the cast, so that fewer numbers overflow
     # Sparse gradients keep their dtype: they have few rows, and gloo sums their values by index.
@@ -386,10 +367,12 @@ def average(
 def with_verdict(
     exchange: Exchange,
 ) -> Generator[Send | Verdict, Any, tuple[torch.Tensor | None, torch.Tensor | bool | None]]:
-    """Run an exchange inside another one, as `yield from` does. Return its result and the answer to
-    its verdict.
+    """Run an exchange inside another one, as `yield from` does.
+
+    Return its result and the answer to its verdict.
     """
-    answer = good = None
+    answer = None
+    good = None
     while True:
         try:
             yielded = exchange.send(answer)

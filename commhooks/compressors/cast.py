@@ -1,6 +1,4 @@
-"""Implement hooks without learned state: all-reduce in the bucket's dtype or in 16 bits, and no
-communication.
-"""
+"""Implement hooks without learned state: all-reduce, in 16 bits or not, and no communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,22 +69,23 @@ class Stateless(Compressor[ConfigT]):
 
 class Cast(Stateless[ConfigT]):
     def __init__(self, config: ConfigT, wire_dtype: torch.dtype | None = None) -> None:
-        own = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
-        super().__init__(config, own if wire_dtype is None else wire_dtype)
-        self._casts = [dtype for dtype in (wire_dtype, own) if dtype is not None]
+        hook_dtype = None if self.Config.own_wire is None else WIRE_DTYPES[self.Config.own_wire]
+        super().__init__(config, hook_dtype if wire_dtype is None else wire_dtype)
+        self._casts = [dtype for dtype in (wire_dtype, hook_dtype) if dtype is not None]
 
     def exchange(self, flat: torch.Tensor, work: Any, state: State, step: StepInfo) -> Exchange:
         # Cast before dividing, as torch does. Sparse gradients keep their dtype. With a wrapper
         # there are two casts.
-        wider, low = [], flat
+        wider: list[torch.Tensor] = []
+        low = flat
         for dtype in () if flat.is_sparse else self._casts:
             if low.dtype != dtype:
                 wider.append(low)
                 low = low.to(dtype)
         low.div_(step.world_size)
         reduced: torch.Tensor = yield Send(low, last=True)
-        for each in reversed(wider):
-            reduced = each.copy_(reduced)
+        for buffer in reversed(wider):
+            reduced = buffer.copy_(reduced)
         return reduced
 
 

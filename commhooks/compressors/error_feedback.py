@@ -1,10 +1,10 @@
-"""Implement error feedback: what a compressor does not send of `delta = gradient + residual`
-becomes the next residual.
+"""Implement error feedback: what is not sent of `delta = gradient + residual` is the next residual.
 
 Source: Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD, ICML 2019. Residuals
 follow the loss scale. Nothing here synchronises with an accelerator.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,8 +17,9 @@ Fill = Callable[[int], torch.Tensor]
 
 
 def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) -> torch.Tensor:
-    """Return gradient plus residual of one parameter as a new 1-D tensor in memory order, in
-    float32 (float64 for float64 gradients).
+    """Return gradient plus residual of one parameter, as a new 1-D tensor in memory order.
+
+    It is in float32 (float64 for float64 gradients).
     """
     delta = slot.of(flat).to(compute_dtype(flat.dtype), copy=True)
     residual = state["residual"].get(slot.name)
@@ -30,8 +31,9 @@ def with_residual(slot: Slot, flat: torch.Tensor, state: State, step: StepInfo) 
 
 
 def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: StepInfo) -> None:
-    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0. A parameter that no
-    rank uses then keeps its residual, because DDP discards its result.
+    """Set the flags (see `put_flags`) of the parameters in `step.unused` to 0.
+
+    A parameter that no rank uses then keeps its residual, because DDP discards its result.
     """
     for slot, flag in zip(slots, flags, strict=True) if step.unused else ():
         if slot.name in step.unused:
@@ -40,6 +42,7 @@ def clear_flags_of_unused(slots: Sequence[Slot], flags: torch.Tensor, step: Step
 
 def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, state: State) -> None:
     """Store `left` as the residual of one parameter if `good` is true, else keep the old residual.
+
     Call this after the `Verdict`, for every compressed parameter.
 
     Args:
@@ -55,29 +58,31 @@ def keep_residual(slot: Slot, left: torch.Tensor, good: torch.Tensor | bool, sta
 
 
 class NamedViews:
-    """Views one tensor as a dict of tensors, so that one operator processes the learned state of
-    many parameters. `names`: the name, the offset in `whole` (1-D) and the shape of each entry.
+    """Views one tensor as a dict of tensors, so that one operator processes many parameters.
+
+    `entries`: the name, the offset in `whole` (1-D) and the shape of each entry.
     """
 
     def __init__(
-        self, names: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor
+        self, entries: Sequence[tuple[str, int, tuple[int, ...]]], whole: torch.Tensor
     ) -> None:
         self.whole = whole
         self._views = {
-            name: whole[begin : begin + torch.Size(own).numel()].view(own)
-            for name, begin, own in names
+            name: whole[begin : begin + math.prod(shape)].view(shape)
+            for name, begin, shape in entries
         }
 
     def gather(self, entries: Mapping[str, torch.Tensor], fill: Fill | None = None) -> torch.Tensor:
-        """Copy `entries` into `whole`, and return it. A missing entry i becomes `fill(i)`, or zeros
-        without `fill`.
+        """Copy `entries` into `whole`, and return it.
+
+        A missing entry i becomes `fill(i)`, or zeros without `fill`.
         """
         for i, (name, view) in enumerate(self._views.items()):
-            known = entries.get(name)
-            if known is view:
+            entry = entries.get(name)
+            if entry is view:
                 continue
-            if known is not None:
-                view.copy_(known)
+            if entry is not None:
+                view.copy_(entry)
             elif fill is not None:
                 view.copy_(fill(i))
             else:

@@ -1,22 +1,23 @@
-"""Describe a compressor's learned state. Checkpoints, the consensus, loss scaling and the memory
-plan use these descriptions.
+"""Describe a compressor's learned state, and count its bytes.
+
+Checkpoints, the consensus, loss scaling and the memory plan use these descriptions.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from commhooks.compressors.unit_plan import UnitPlan
+from commhooks.compressors.unit_plan import MemoryPlan, UnitPlan, real_itemsize
 from commhooks.gradients.layout import to_logical, to_memory
 from commhooks.gradients.precision import compute_dtype
 
 
 @dataclass(frozen=True)
 class StateField:
-    """Describes tensors that a compressor keeps from step to step, one per parameter (or per
-    bucket).
+    """Describes tensors that a compressor keeps from step to step, one per parameter or bucket.
 
     By default a tensor has as many elements as the parameter, is kept flat in memory order, and is
     saved in the parameter's shape. Subclasses override the shape, the saved form, and the
@@ -61,25 +62,26 @@ class StateField:
         return math.prod(self.shape(plan)) * self.dtype(plan).itemsize
 
     def to_saved(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value` on the CPU that does not depend on the parameter's memory
-        format.
-        """
+        """Return a copy of `value` on the CPU, independent of the parameter's memory format."""
         # Copy to the CPU first: a clone on the accelerator would need additional device memory.
         return to_logical(value.detach().to("cpu", copy=True), parameter).contiguous()
 
     def from_saved(
         self, saved: torch.Tensor, parameter: torch.Tensor, row_dim: int
     ) -> torch.Tensor | None:
-        """Invert `to_saved`. Return None if `saved` cannot be used. `row_dim` was the slowest
-        dimension at the save.
+        """Invert `to_saved`; return None if `saved` cannot be used.
+
+        `row_dim` was the slowest dimension at the save.
         """
         return to_memory(saved.detach(), parameter)
 
     def refit(
         self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Convert `value` after the plan has changed. Return None to discard it. `initial`: see
-        `Compressor.initial_value`."""
+        """Convert `value` after the plan has changed; return None to discard it.
+
+        `initial`: see `Compressor.initial_value`.
+        """
         return value if tuple(value.shape) == self.shape(plan) else None
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
@@ -98,6 +100,22 @@ class StateField:
 
 
 RESIDUAL = StateField("residual", replicated=False, scales_with_loss=True)
-"""Error feedback: the part of a parameter's gradient that was not sent. It is added to the next
-gradient.
-"""
+"""Error feedback: the part of a parameter's gradient that was not sent, added to the next one."""
+
+
+def memory_of(
+    plans: Sequence[UnitPlan], fields: Sequence[StateField], wire_dtype: torch.dtype | None
+) -> MemoryPlan:
+    """Count the bytes of `fields`, and of a message and a copy of every compressed gradient."""
+    residual = factors = packed = copies = 0
+    for plan in plans:
+        if not plan.compressed:
+            continue
+        for field in fields:
+            if field.replicated:
+                factors += field.size_bytes(plan)
+            else:
+                residual += field.size_bytes(plan)
+        packed += plan.numel_sent * plan.wire_itemsize(wire_dtype)
+        copies += plan.numel * max(4, real_itemsize(plan.dtype))
+    return MemoryPlan(residual, factors, packed, copies=copies)

@@ -1,6 +1,4 @@
-"""Define plans: what a compressor does with each parameter, computed from shapes and options
-alone.
-"""
+"""Define plans: what a compressor does with each parameter, from shapes and options alone."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -40,11 +38,23 @@ class ParameterInfo:
         """Number of real elements; a complex element counts as two."""
         return self.parameter.numel() * (2 if self.parameter.is_complex() else 1)
 
+    @property
+    def incompressible(self) -> str | None:
+        """Why no compressor of single parameters compresses it, or None."""
+        if self.sparse:
+            return "sparse gradient"
+        if self.excluded_by is not None:
+            return f"excluded by {self.excluded_by!r}"
+        if self.parameter.is_complex():
+            return "complex numbers"
+        return "empty" if self.parameter.numel() == 0 else None
+
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Describes how one unit, a parameter or a whole bucket, is compressed. Subclass it to add
-    data.
+    """Describes how one unit, a parameter or a whole bucket, is compressed.
+
+    Subclass it to add data.
     """
 
     name: str
@@ -59,12 +69,14 @@ class UnitPlan:
     flags: int = 0
     """Extra elements sent, such as a flag or a checksum, not counted in `numel_compressed`."""
     itemsize_sent: int | None = None
-    """Bytes per sent element. None: the itemsize of the gradient's dtype, or of a wrapper's dtype
-    if narrower.
+    """Bytes per sent element.
+
+    None: the itemsize of the gradient's dtype, or of a wrapper's dtype if narrower.
     """
     state_name: str = ""
-    """The key of the learned state if a bucket is planned as a whole, compressed or not. Empty for
-    a parameter, whose key is its name.
+    """The key of the learned state if a bucket is planned as a whole, compressed or not.
+
+    Empty for a parameter, whose key is its name.
     """
     lowered: bool = True
     """Whether a wrapper casts it to its dtype. False for sparse gradients."""
@@ -93,19 +105,21 @@ class UnitPlan:
 
     @classmethod
     def uncompressed(cls: type[AnyPlan], info: ParameterInfo, reason: str) -> AnyPlan:
-        p = info.parameter
-        return cls(
-            info.name, tuple(p.shape), info.numel, p.dtype, reason=reason, lowered=not info.sparse
-        )
+        shape = tuple(info.parameter.shape)
+        dtype = info.parameter.dtype
+        return cls(info.name, shape, info.numel, dtype, reason=reason, lowered=not info.sparse)
 
     def wire_itemsize(self, wire_dtype: torch.dtype | None) -> int:
-        """Return the bytes of one sent element. `wire_dtype` is the dtype to which the hook or its
-        wrapper casts, or None.
+        """Return the bytes of one sent element.
+
+        `wire_dtype` is the dtype to which the hook or its wrapper casts, or None.
         """
-        own = real_itemsize(self.dtype)
         if self.compressed and self.itemsize_sent is not None:
             return self.itemsize_sent
-        return own if wire_dtype is None or not self.lowered else min(own, wire_dtype.itemsize)
+        itemsize = real_itemsize(self.dtype)
+        if wire_dtype is None or not self.lowered:
+            return itemsize
+        return min(itemsize, wire_dtype.itemsize)
 
     def sent_bytes(self, wire_dtype: torch.dtype | None) -> int:
         return self.numel_sent * self.wire_itemsize(wire_dtype)
@@ -116,9 +130,11 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Counts the bytes of memory that a hook needs on each rank: on the CPU once it compresses, on
-    an accelerator from the first backward pass on. Does not count the received messages of
-    quantised hooks on an accelerator, which every step allocates.
+    """Counts the bytes of memory that a hook needs on each rank.
+
+    They are needed on the CPU once the hook compresses, on an accelerator from the first backward
+    pass on. Not counted are the received messages of quantised hooks on an accelerator, which every
+    step allocates.
     """
 
     residual: int = 0
@@ -129,11 +145,9 @@ class MemoryPlan:
     factors_are: str = "other state"
     """The name of `factors` in messages."""
     copies: int = 0
-    """Copies of gradients, which are padded, or in float32 if the bucket's dtype is narrower."""
+    """Copies of gradients, padded, or in float32 if the bucket's dtype is narrower."""
     host: int = 0
-    """Learned state kept in host memory while the model is on an accelerator. Not included in
-    `total`.
-    """
+    """Learned state in host memory while the model is on an accelerator; not part of `total`."""
 
     @property
     def total(self) -> int:

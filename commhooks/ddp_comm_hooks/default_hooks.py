@@ -1,5 +1,4 @@
-"""Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: averaging, 16-bit averaging,
-16-bit wrappers.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`.
 
 Annotations must be real objects here (no `from __future__ import annotations`):
 `register_comm_hook` checks them.
@@ -29,16 +28,16 @@ __all__ = [
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 _ALLREDUCE = cast.AllReduceCompressor(cast.AllReduce())
-_FP16, _BF16 = cast.FP16Compressor(cast.FP16Compress()), cast.BF16Compressor(cast.BF16Compress())
+_FP16 = cast.FP16Compressor(cast.FP16Compress())
+_BF16 = cast.BF16Compressor(cast.BF16Compress())
 
 
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group) in place, as DDP does
-    without a hook.
+    """Average the bucket over `process_group` in place, as DDP does without a hook.
 
-    Replaces torch's `allreduce_hook`.
+    None is the default group. Replaces torch's `allreduce_hook`.
     """
     return reduce_immediately(_ALLREDUCE, BucketReader().read(bucket), resolve_group(process_group))
 
@@ -46,10 +45,10 @@ def allreduce_hook(
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group) in float16; the bucket
-    keeps its dtype.
+    """Average the bucket over `process_group` in float16; the bucket keeps its dtype.
 
-    Values beyond 65504 become inf. Replaces torch's `fp16_compress_hook`.
+    None is the default group. Values beyond 65504 become inf. Replaces torch's
+    `fp16_compress_hook`.
     """
     return reduce_immediately(_FP16, BucketReader().read(bucket), resolve_group(process_group))
 
@@ -57,10 +56,9 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over `process_group` (None: the default group) in bfloat16; the bucket
-    keeps its dtype.
+    """Average the bucket over `process_group` in bfloat16; the bucket keeps its dtype.
 
-    Works on gloo and NCCL. Replaces torch's `bf16_compress_hook`.
+    None is the default group. Works on gloo and NCCL. Replaces torch's `bf16_compress_hook`.
     """
     return reduce_immediately(_BF16, BucketReader().read(bucket), resolve_group(process_group))
 
@@ -76,8 +74,9 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Make `hook` communicate in bfloat16; otherwise as `fp16_compress_wrapper`. Works on gloo and
-    NCCL. Replaces torch's `bf16_compress_wrapper`.
+    """Make `hook` communicate in bfloat16; otherwise as `fp16_compress_wrapper`.
+
+    Works on gloo and NCCL. Replaces torch's `bf16_compress_wrapper`.
     """
     return _wrap(hook, torch.bfloat16, "bf16_compress_wrapper")
 

@@ -1,5 +1,7 @@
-"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`. Annotations must be real
-objects here (no `from __future__ import annotations`), because `register_comm_hook` checks them.
+"""Replace `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`.
+
+Annotations must be real objects here (no `from __future__ import annotations`):
+`register_comm_hook` checks them.
 """
 
 import contextlib
@@ -34,8 +36,11 @@ _as_torch = logging.getLogger(__name__)  # for lines that torch logs in the same
 
 @dataclass(frozen=True)
 class Form:
-    """Describes what a hook function runs: PowerSGD per parameter or per bucket, and the wire dtype
-    (None: the bucket's).
+    """Describes what a hook function runs.
+
+    Attributes:
+        batched: PowerSGD per bucket, not per parameter.
+        wire_dtype: None: the bucket's.
     """
 
     batched: bool
@@ -105,10 +110,10 @@ class PowerSGDState(SessionState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        given = locals()
+        arguments = locals()
         self.process_group = process_group
         names = [option.name for option in dataclasses.fields(PowerSGD)]
-        options = PowerSGD(**{name: given[name] for name in names if name in given})
+        options = PowerSGD(**{name: arguments[name] for name in names if name in arguments})
         if not isinstance(options.start_powerSGD_iter, int):
             raise HookConfigError(
                 f"PowerSGDState: start_powerSGD_iter={start_powerSGD_iter!r}; expected a number of"
@@ -126,24 +131,25 @@ class PowerSGDState(SessionState):
         self._reader = BucketReader()
 
     def _group_or(self, otherwise: Callable[[], dist.ProcessGroup] = resolve_group) -> Any:
-        """Return a function that returns `process_group`, or `otherwise()` if it is None. It refers
-        to this object weakly, because this object owns the session that calls it.
+        """Return a function that returns `process_group`, or `otherwise()` if it is None.
+
+        It refers to this object weakly, because this object owns the session that calls it.
         """
         weak = weakref.ref(self)
 
         def group() -> dist.ProcessGroup:
             state = weak()
-            return (
-                otherwise() if state is None or state.process_group is None else state.process_group
-            )
+            if state is None or state.process_group is None:
+                return otherwise()
+            return state.process_group
 
         return group
 
     def bind(
         self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]
     ) -> Session:
-        other = self._model() if self._model is not None else None
-        if other is not None and other is not model:
+        bound = self._model() if self._model is not None else None
+        if bound is not None and bound is not model:
             raise AttachError(
                 "this PowerSGDState is already used by another model, whose gradients it remembers;"
                 " make a PowerSGDState for each model"
@@ -187,15 +193,11 @@ class PowerSGDState(SessionState):
         return max(1, self._options.compression_stats_logging_frequency)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (compression rate, elements before, elements after) over all compressed backward
-        passes so far.
-        """
+        """Return (compression rate, elements before, elements after) over all compressed passes."""
         return self.session.counters.compression_stats()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the learned state as plain types and tensors, without process
-        group and buffers.
-        """
+        """Return options and learned state as plain types and tensors, without process group."""
         _as_torch.warning(
             "NOTE: Process group is not serializable and excluded from a saved state."
         )
@@ -206,13 +208,15 @@ class PowerSGDState(SessionState):
             if dist.is_initialized():
                 group = session.consensus.binding.group()
                 saved_on = (dist.get_rank(group), dist.get_world_size(group))
-        counters = {f.name: getattr(session.counters, f.name) for f in dataclasses.fields(Counters)}
+        counters = {}
+        for field in dataclasses.fields(Counters):
+            value = getattr(session.counters, field.name)
+            if isinstance(value, (int, str)):
+                counters[field.name] = value
         return {
             "options": dataclasses.asdict(self._options),
             "learned": vars(session.state.compact_copy()),
-            "counters": {
-                name: value for name, value in counters.items() if isinstance(value, (int, str))
-            },
+            "counters": counters,
             "saved_on": saved_on,
             "names": type(session.consensus.binding.names).__name__,
         }
@@ -248,15 +252,14 @@ class PowerSGDState(SessionState):
 
     def _adapt_pickled_state(self) -> None:
         group = self.session.consensus.binding.group()
-        state, here = self.session.state, (dist.get_rank(group), dist.get_world_size(group))
+        state = self.session.state
+        names = self.session.consensus.binding.names
+        here = (dist.get_rank(group), dist.get_world_size(group))
         if self._saved_on is not None and self._saved_on != here:
             state.local_missing = state.has_local()
             state.forget_local()
-        known = state.local_missing or any(state.entries.values())
-        if known and self._saved_names not in (
-            None,
-            type(self.session.consensus.binding.names).__name__,
-        ):
+        learned = state.local_missing or any(state.entries.values())
+        if learned and self._saved_names not in (None, type(names).__name__):
             state.forget_replicated()
             state.drop_local()
             if here[0] == 0:
@@ -266,7 +269,6 @@ class PowerSGDState(SessionState):
                     " positions): Q and residuals start fresh, the step is kept. Load it as it was"
                     " used, or use state_dict and load_state_dict of the attached hook."
                 )
-        names = self.session.consensus.binding.names
         state.entries = {
             key: by_own_names(tensors, names) for key, tensors in state.entries.items()
         }
@@ -295,8 +297,9 @@ class PowerSGDState(SessionState):
 def with_wire_dtype(
     hook: Callable[..., Any], wire_dtype: torch.dtype
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None:
-    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None. If two wrappers
-    are nested, the inner one decides.
+    """Return `hook` with another wire dtype if it is a PowerSGD hook, else None.
+
+    If two wrappers are nested, the inner one decides.
     """
     form = _form_of(hook)
     if form is None:
@@ -314,14 +317,14 @@ def with_wire_dtype(
     return low_rank
 
 
-_EACH, _WHOLE = Form(batched=False), Form(batched=True)
+_EACH = Form(batched=False)
+_WHOLE = Form(batched=True)
 
 
 def powerSGD_hook(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by PowerSGD, parameter by parameter: low-rank factors, warm start, error
-    feedback.
+    """Average a bucket by PowerSGD, parameter by parameter, with warm start and error feedback.
 
     Two all-reduces per bucket, any number of buckets, on gloo and NCCL; a plain average for the
     first `state.start_powerSGD_iter` steps. All ranks of the group must run the same hook with
@@ -337,11 +340,10 @@ def powerSGD_hook(
 def batched_powerSGD_hook(
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket by PowerSGD as one square matrix, padded with zeros; otherwise as
-    `powerSGD_hook`.
+    """Average a bucket by PowerSGD as one square matrix; otherwise as `powerSGD_hook`.
 
-    Results depend on `bucket_cap_mb`. A rebuilt bucket starts from a new Q; residuals belong to
-    parameters and are kept. Replaces torch's `batched_powerSGD_hook`.
+    The matrix is padded with zeros. Results depend on `bucket_cap_mb`. A rebuilt bucket starts from
+    a new Q; residuals belong to parameters and are kept. Replaces torch's `batched_powerSGD_hook`.
     """
     return _checked(state).run(bucket, _WHOLE)
 

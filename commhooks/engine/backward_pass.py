@@ -23,9 +23,10 @@ Issue = Callable[[Send], Pending | None]
 
 
 class RunningExchange:
-    """Runs the exchange of one bucket, with at most one pending collective. `issue` starts a
-    collective for this bucket; it returns None if the ranks disagree, and the exchange is then not
-    resumed.
+    """Runs the exchange of one bucket, with at most one pending collective.
+
+    `issue` starts a collective for this bucket; it returns None if the ranks disagree, and the
+    exchange is then not resumed.
 
     Attributes:
         result: the averaged gradient after the commit: the bucket, unless the exchange returns
@@ -37,7 +38,8 @@ class RunningExchange:
     finite: torch.Tensor
 
     def __init__(self, task: ExchangeTask, flat: torch.Tensor, issue: Issue) -> None:
-        self.flat = self.result = flat
+        self.flat = flat
+        self.result = flat
         self.future = new_future(flat.device)
         self.has_send_left = False
         self._task = task
@@ -52,22 +54,27 @@ class RunningExchange:
             self.advance()
 
     def close(self) -> Pending | None:
-        """Close the exchange of an abandoned pass. Return the pending collective if it may still
-        write the bucket. Suppress exceptions of the exchange, because they would hide the error
-        that ended the pass.
+        """Close the exchange of an abandoned pass.
+
+        Return the pending collective if it may still write the bucket. Suppress exceptions of the
+        exchange, because they would hide the error that ended the pass.
         """
         with contextlib.suppress(Exception):
             self._task.exchange.close()
-        pending, self._pending, self.has_send_left = self._pending, None, False
-        return None if pending is None or not pending.writes(self.flat) else pending
+        pending = self._pending
+        self._pending = None
+        self.has_send_left = False
+        return pending if pending is not None and pending.writes(self.flat) else None
 
     def advance(self, verdict: torch.Tensor | bool | None = None) -> None:
-        """Resume the exchange and issue its next Send. The exchange receives the result of its
-        pending collective. Without one it receives `verdict`: None at the beginning, or the verdict
-        of the whole pass.
+        """Resume the exchange and issue its next Send.
+
+        The exchange receives the result of its pending collective. Without one it receives
+        `verdict`: None at the beginning, or the verdict of the whole pass.
         """
         answer = verdict if self._pending is None else self._pending.wait()
-        self._pending, self.has_send_left = None, False
+        self._pending = None
+        self.has_send_left = False
         step = self._task.advance(answer)
         if isinstance(step, Done):
             self.result = step.result
@@ -85,17 +92,17 @@ def finish_sends(running: Sequence[RunningExchange]) -> None:
     has_send_left = True
     while has_send_left:
         has_send_left = False
-        for each in running:
-            if each.has_send_left:
-                each.advance()
+        for exchange in running:
+            if exchange.has_send_left:
+                exchange.advance()
                 has_send_left = True
-    for each in running:
-        each.finish()
+    for exchange in running:
+        exchange.finish()
 
 
 @dataclass(eq=False)
 class BackwardPass:
-    """Runs the exchanges of one backward pass, in bucket order. All ranks run the same sequence.
+    """Runs the exchanges of one backward pass, in bucket order; all ranks run the same sequence.
 
     Attributes:
         compressing: whether compression has begun.
@@ -124,30 +131,30 @@ class BackwardPass:
                 earlier.advance()
 
     def drain(self) -> torch.Tensor:
-        """Run and wait for all remaining Sends. Return whether everything received is finite (0-dim
-        bool tensor). Raises HookRunError on all ranks if their Sends differ.
+        """Run and wait for all remaining Sends.
+
+        Return whether everything received is finite (0-dim bool tensor). Raises HookRunError on all
+        ranks if their Sends differ.
         """
         finish_sends(self.running)
         if self.comparison is not None:
             self.comparison.end()
-        return torch.stack([each.finite for each in self.running]).all()
+        return torch.stack([exchange.finite for exchange in self.running]).all()
 
     def commit(self, good: torch.Tensor | bool) -> None:
         # With nodes each exchange has one more Send, inside the node: start all of them, then wait.
-        for each in self.running:
-            each.advance(good)
-        for each in self.running:
-            each.finish()
+        for exchange in self.running:
+            exchange.advance(good)
+        for exchange in self.running:
+            exchange.finish()
 
     def fulfil(self) -> None:
-        for each in self.running:
-            each.future.set_result(each.result)
+        for exchange in self.running:
+            exchange.future.set_result(exchange.result)
         self.running.clear()  # release the buckets, because DDP may rebuild them now
 
     def abandon(self) -> list[Pending]:
-        """Close all exchanges without a commit. Return the collectives that may still write into a
-        bucket.
-        """
-        writing = [pending for each in self.running if (pending := each.close()) is not None]
+        """Close all exchanges; return the collectives that may still write into a bucket."""
+        pending = [exchange.close() for exchange in self.running]
         self.running.clear()
-        return writing
+        return [collective for collective in pending if collective is not None]

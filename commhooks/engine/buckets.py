@@ -20,8 +20,9 @@ logger = logger_of(__name__)
 
 @dataclass(eq=False)
 class KnownBucket:
-    """Holds a bucket layout with its plans, one per unit. `work` and `make_exchange` are None if
-    nothing is compressed.
+    """Holds a bucket layout with its plans, one per unit.
+
+    `work` and `make_exchange` are None if nothing is compressed.
 
     Attributes:
         numel_sent: number of elements that a rank sends once compression has begun, without flags.
@@ -48,8 +49,7 @@ class KnownBucket:
 
 
 class KnownBuckets:
-    """Holds the known bucket layouts, derived from the buckets and the options. They are never
-    saved.
+    """Holds the known bucket layouts, derived from the buckets and the options; never saved.
 
     Attributes:
         dead_units: keys of units whose layouts no longer exist, and whose state is not deleted yet.
@@ -72,15 +72,15 @@ class KnownBuckets:
         self.no_longer_compressed.clear()
 
     def plans(self) -> list[UnitPlan]:
-        plans = [plan for known in self for plan in known.plans]
+        plans = [plan for bucket in self for plan in bucket.plans]
         order = {name: place for place, name in enumerate(self._names.named_parameters())}
         return sorted(plans, key=lambda plan: order.get(plan.name, 0))
 
     def names(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(known.layout.names) for known in self)
+        return tuple(tuple(bucket.layout.names) for bucket in self)
 
     def compressed(self) -> set[str]:
-        return {name for known in self if known.used for name in known.compressed}
+        return {name for bucket in self if bucket.used for name in bucket.compressed}
 
     def find(
         self,
@@ -91,23 +91,25 @@ class KnownBuckets:
         *,
         first: bool,
     ) -> KnownBucket:
-        """Look up the layout of `bucket`. At its first occurrence, plan it and allocate its
-        workspace. `first` is True for the first bucket of a backward pass. Raises HookRunError if
-        the learned state belongs to another model.
+        """Look up the layout of `bucket`; plan it and allocate its workspace if it is new.
+
+        `first` is True for the first bucket of a backward pass. Raises HookRunError if the learned
+        state belongs to another model.
         """
         if first:
-            for known in self._buckets.values():
-                known.used = False
+            for earlier in self._buckets.values():
+                earlier.used = False
         # ids stay unique, because the layouts keep the parameters alive
         key = tuple(map(id, bucket.parameters))
-        found = self._buckets.get(key)
-        if found is None:
+        planned = self._buckets.get(key)
+        if planned is None:
             self._forget_dead(bucket)
-            found = self._buckets[key] = self._made(bucket, compressor, reduction, step, first)
-        found.used = True
-        return found
+            planned = self._planned(bucket, compressor, reduction, step, first)
+            self._buckets[key] = planned
+        planned.used = True
+        return planned
 
-    def _made(
+    def _planned(
         self,
         bucket: Bucket,
         compressor: Compressor[Any],
@@ -124,74 +126,73 @@ class KnownBuckets:
             for slot in layout.slots
         ]
         plans = reduction.plans(compressor, compressor.plan(infos))
-        made = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
-        self._fit_state(made, infos, compressor)
-        with_residual, compressed = (
-            self._state["residual"] if self._state.local else {},
-            made.compressed,
-        )
+        planned = KnownBucket(layout, plans, sum(plan.numel_sent for plan in plans))
+        self._fit_state(planned, infos, compressor)
+        compressed = planned.compressed
+        residuals = self._state["residual"] if self._state.local else {}
         self.no_longer_compressed += [
-            each for each in names if each in with_residual and each not in compressed
+            name for name in names if name in residuals and name not in compressed
         ]
         if compressed:
-            made.work = reduction.workspace(compressor, layout, plans, step)
-            made.make_exchange = reduction.exchange(compressor)
-        return made
+            planned.work = reduction.workspace(compressor, layout, plans, step)
+            planned.make_exchange = reduction.exchange(compressor)
+        return planned
 
     def forget_dead_state(self, compressor: Compressor[Any]) -> None:
-        for key in self.dead_units:
-            for each in compressor.state_fields:
-                if each.per == "bucket":
-                    self._state[each.key].pop(key, None)
+        fields = [field for field in compressor.state_fields if field.per == "bucket"]
+        for unit in self.dead_units:
+            for field in fields:
+                self._state[field.key].pop(unit, None)
         self.dead_units.clear()
 
     def drop_residuals(self, compressor: Compressor[Any]) -> None:
-        """Delete the residuals of parameters that are no longer compressed. Call this in the commit
-        of a finite step: the ranks of a joint save are at the same step, and then have residuals of
-        the same parameters.
+        """Delete the residuals of parameters that are no longer compressed.
+
+        Call this in the commit of a finite step: the ranks of a joint save are at the same step,
+        and then have residuals of the same parameters.
         """
         for name in self.no_longer_compressed:
             self._state["residual"].pop(name, None)
         if self.is_logging_rank:
             logger.warning(
-                "%s compresses these parameters no longer, so that their residuals are dropped: %s",
+                "%s no longer compresses these parameters, and drops their residuals: %s",
                 compressor.display_name,
                 ", ".join(self.no_longer_compressed),
             )
         self.no_longer_compressed.clear()
 
     def _forget_dead(self, new: Bucket) -> None:
-        """Delete layouts that share parameters with `new` and do not occur in this pass: DDP
-        rebuilds its buckets once. This frees their workspaces before the new one is allocated.
-        Other unused layouts stay, because DDP may merely skip a bucket.
+        """Delete layouts that share parameters with `new` and do not occur in this pass.
+
+        DDP rebuilds its buckets once. Deleting the old ones frees their workspaces before the new
+        one is allocated. Other unused layouts stay, because DDP may merely skip a bucket.
         """
-        parameters = {id(p) for p in new.parameters}
-        for key, known in list(self._buckets.items()):
-            if not known.used and any(id(p) in parameters for p in known.layout.parameters):
+        parameters = {id(parameter) for parameter in new.parameters}
+        for key, old in list(self._buckets.items()):
+            if not old.used and any(id(p) in parameters for p in old.layout.parameters):
                 del self._buckets[key]
                 # No other layout has the same unit.
                 self.dead_units += [
-                    plan.key for plan in known.plans if plan.compressed and plan.state_name
+                    plan.key for plan in old.plans if plan.compressed and plan.state_name
                 ]
 
     def _fit_state(
-        self, known: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]
+        self, bucket: KnownBucket, infos: list[ParameterInfo], compressor: Compressor[Any]
     ) -> None:
-        """Check loaded state against its parameters, move it to their device and refit it. The
-        state takes the dtype in which this bucket is computed. Under FSDP's `reduce_dtype` it
+        """Check loaded state against its parameters, move it to their device and refit it.
+
+        The state takes the dtype in which this bucket is computed. Under FSDP's `reduce_dtype` it
         differs from the dtype of the weights.
         """
-        of_parameters = (
-            [UnitPlan.uncompressed(info, "") for info in infos]
-            if known.is_one_unit
-            else known.plans
-        )
-        for each in compressor.state_fields:
-            for plan in known.plans if each.per == "bucket" else of_parameters:
-                value = self._state[each.key].get(plan.key)
-                if value is not None and (plan.compressed or not each.replicated):
-                    plan = replace(plan, dtype=known.layout.dtype)
-                    self._fit(each, plan, value, compressor, known.layout.device)
+        of_parameters = bucket.plans
+        if bucket.is_one_unit:
+            of_parameters = [UnitPlan.uncompressed(info, "") for info in infos]
+        for field in compressor.state_fields:
+            for plan in bucket.plans if field.per == "bucket" else of_parameters:
+                value = self._state[field.key].get(plan.key)
+                if value is not None and (plan.compressed or not field.replicated):
+                    plan = replace(plan, dtype=bucket.layout.dtype)
+                    self._fit(field, plan, value, compressor, bucket.layout.device)
 
     def _fit(
         self,

@@ -1,5 +1,5 @@
-"""Compare the ranks at the start, after a load and after a change of the compressor, before a
-bucket is reduced.
+"""Compare the ranks before a bucket is reduced: at the start, after a load, and after a change of
+the compressor.
 
 The step number and the options determine which collectives a step runs: ranks that disagree on them
 would pair collectives of different sizes, so that gloo aborts and NCCL hangs. Error feedback needs
@@ -7,10 +7,11 @@ the residuals of all ranks, or none.
 """
 
 import collections
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,9 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Agreement:
-    """Holds what is valid from one comparison of the ranks to the next. Compression begins after
-    `start` committed steps.
+    """Holds what is valid from one comparison of the ranks to the next.
+
+    Compression begins after `start` committed steps.
     """
 
     start: int
@@ -65,6 +67,25 @@ class Binding:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         return None if self.shards is None else self.shards()
+
+
+class RankState(NamedTuple):
+    """Describes the state of one rank in a comparison, as numbers that fit into int64.
+
+    Attributes:
+        configuration: hash of what determines the collectives: hook, options, dtype, shapes.
+        local_missing: 1 if this rank has no local tensors (residuals) although it should.
+        nonce: a random number; all ranks take that of rank 0.
+        kernels: `KernelSupport.key`.
+        local: hash of the names of the parameters that have local tensors.
+    """
+
+    step: int
+    configuration: int
+    local_missing: int
+    nonce: int
+    kernels: int
+    local: int
 
 
 class Consensus:
@@ -98,8 +119,9 @@ class Consensus:
 
     @property
     def compared(self) -> bool:
-        """Whether the ranks have compared their states since the latest load or change of the
-        compressor. If so, all ranks have residuals of the same parameters, unless they form nodes.
+        """Whether the ranks have compared their states since the latest load or new compressor.
+
+        If so, all ranks have residuals of the same parameters, unless they form nodes.
         """
         return self.agreement is not None
 
@@ -125,8 +147,10 @@ class Consensus:
             self.buckets.clear()  # their workspaces were made for the other kernel
 
     def replace_compressor(self, compressor: Compressor[Any]) -> None:
-        """Use `compressor` from now on. Call this after a load, too: at the next backward pass the
-        ranks compare their states again, and the loaded state is checked and refitted.
+        """Use `compressor` from now on. Call this after a load, too.
+
+        At the next backward pass the ranks compare their states again, and the loaded state is
+        checked and refitted.
         """
         self.compressor = compressor
         self.compares_sends = _is_user_defined(compressor)
@@ -138,18 +162,16 @@ class Consensus:
         self._seen.clear()
 
     def is_new(self, bucket: Bucket) -> bool:
-        """Return whether the layout of `bucket` occurs for the first time since compression began,
-        and record it.
-        """
+        """Record the layout of `bucket`; return whether it is new since compression began."""
         layout = tuple(map(id, bucket.parameters))
         new = layout not in self._seen
         self._seen.add(layout)
         return new
 
     def reach(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
-        """Compare the ranks' states unless that has happened since the start, a load or a change of
-        the compressor. All ranks of `group` must call this before each backward pass. `flat`: the
-        first bucket.
+        """Compare the ranks' states, unless the latest comparison is still valid.
+
+        All ranks of `group` must call this before each backward pass. `flat`: the first bucket.
 
         Raises:
             HookRunError: on all ranks, if the steps or the configurations differ, or if some ranks
@@ -160,67 +182,86 @@ class Consensus:
 
     def _compare(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Agreement:
         """Compare step and configuration over the ranks of `group`, and the step over all shards.
+
         Choose a kernel if none was chosen. If one rank lacks its local tensors, drop the local
         tensors on all ranks.
         """
-        compressor, state = self.compressor, self._held.state
-        names, shard_group = self.binding.names.named_parameters(), self.binding.shard_group
+        state = self._held.state
+        shard_group = self.binding.shard_group
         self._held.settle()
         # A load has allocated these tensors on the stream of its own thread.
         keep_for_current_stream(
             tensor for entries in state.entries.values() for tensor in entries.values()
         )
-        shapes = sorted((name, tuple(parameter.shape)) for name, parameter in names.items())
-        in_force = compressor.config, compressor.notes
-        configuration = agreement_key(compressor.name, in_force, compressor.wire_dtype, shapes)
-        chosen, device = self.choice, flat.device
-        if chosen is None:
-            support = KernelSupport.of(compressor, device, [flat.dtype])
-        else:
-            support = KernelSupport(chosen.name)
-        local = agreement_key(*sorted(name for key in state.local for name in state[key]))
-        numbers = [
-            state.step,
-            configuration,
-            int(state.local_missing),
-            secrets.randbits(62),
-            support.key,
-            local,
-        ]
-
-        def agree() -> tuple[list[list[int]], KernelChoice]:
-            what = "the comparison of the ranks' state (load on every rank, or on none)"
-            own = torch.tensor(numbers, dtype=torch.int64, device=device)
-            table: list[list[int]] = gather_rows(own, group, self._counters, what).tolist()
-            _check_steps([row[0] for row in table])
-            _check_configurations([row[1] for row in table])
-            return table, agreed_choice(
-                support, [row[4] for row in table], group, device, HookRunError
-            )
-
-        (table, choice), steps = on_all_shards(
-            agree, [state.step], shard_group, device, HookRunError
+        agree = functools.partial(self._agree, group, flat)
+        (rows, choice), steps = on_all_shards(
+            agree, [state.step], shard_group, flat.device, HookRunError
         )
-        _check_steps([row[0] for row in steps], " of the sharding group")
-        self.buckets.is_logging_rank = logs = is_logging_rank(group, shard_group)
-        if chosen is None:
-            self.compute_with(choice)
-            for warning in choice.warnings(compressor.display_name) if logs else ():
-                logger.warning("%s", warning)
+        _check_steps([step for (step,) in steps], " of the sharding group")
+        self.buckets.is_logging_rank = is_logging_rank(group, shard_group)
+        if self.choice is None:
+            self._begin_with(choice)
         if self.nonce is None:
-            self.nonce = table[0][3]
-        if any(row[2] for row in table):
+            self.nonce = rows[0].nonce
+        self._align_local(rows, group)
+        self.agreement = Agreement(self.compressor.start_step, self.compressor.needs_exact_step)
+        return self.agreement
+
+    def _agree(
+        self, group: dist.ProcessGroup, flat: torch.Tensor
+    ) -> tuple[list[RankState], KernelChoice]:
+        """Gather the states of all ranks, check what must be equal, and choose the kernel."""
+        what = "the comparison of the ranks' state (load on every rank, or on none)"
+        support = self._kernel_support(flat)
+        own_state = torch.tensor(self._own_state(support), dtype=torch.int64, device=flat.device)
+        table = gather_rows(own_state, group, self._counters, what).tolist()
+        rows = [RankState(*row) for row in table]
+        _check_steps([row.step for row in rows])
+        _check_configurations([row.configuration for row in rows])
+        keys = [row.kernels for row in rows]
+        return rows, agreed_choice(support, keys, group, flat.device, HookRunError)
+
+    def _kernel_support(self, flat: torch.Tensor) -> KernelSupport:
+        if self.choice is None:
+            return KernelSupport.of(self.compressor, flat.device, [flat.dtype])
+        return KernelSupport(self.choice.name)
+
+    def _own_state(self, support: KernelSupport) -> RankState:
+        compressor = self.compressor
+        state = self._held.state
+        parameters = self.binding.names.named_parameters()
+        shapes = sorted((name, tuple(parameter.shape)) for name, parameter in parameters.items())
+        options = (compressor.config, compressor.notes)
+        local = sorted(name for key in state.local for name in state[key])
+        return RankState(
+            step=state.step,
+            configuration=agreement_key(compressor.name, options, compressor.wire_dtype, shapes),
+            local_missing=int(state.local_missing),
+            nonce=secrets.randbits(62),
+            kernels=support.key,
+            local=agreement_key(*local),
+        )
+
+    def _begin_with(self, choice: KernelChoice) -> None:
+        self.compute_with(choice)
+        if self.buckets.is_logging_rank:
+            for warning in choice.warnings(self.compressor.display_name):
+                logger.warning("%s", warning)
+
+    def _align_local(self, rows: list[RankState], group: dist.ProcessGroup) -> None:
+        """Give all ranks local tensors (residuals) of the same parameters, or none."""
+        state = self._held.state
+        if any(row.local_missing for row in rows):
             state.drop_local()
-            if logs and not state.missing_was_said:
+            if self.buckets.is_logging_rank and not state.missing_was_said:
                 logger.warning(
                     "%s: the residual of at least one rank is missing or belongs to another rank;"
                     " all ranks start from residuals of zero. Step and Q are kept.",
-                    compressor.display_name,
+                    self.compressor.display_name,
                 )
-        if self.reduction.nodes is not None or len({row[5] for row in table}) > 1:
-            self.reduction.redistribute_residuals(state, names, group)
-        self.agreement = Agreement(compressor.start_step, compressor.needs_exact_step)
-        return self.agreement
+        if self.reduction.nodes is not None or len({row.local for row in rows}) > 1:
+            parameters = self.binding.names.named_parameters()
+            self.reduction.redistribute_residuals(state, parameters, group)
 
 
 def _is_user_defined(compressor: Compressor[Any]) -> bool:
@@ -229,16 +270,13 @@ def _is_user_defined(compressor: Compressor[Any]) -> bool:
 
 def _check_configurations(configurations: list[int]) -> None:
     if len(set(configurations)) > 1:
-        groups = sorted(
-            {
-                tuple(r for r, c in enumerate(configurations) if c == value)
-                for value in configurations
-            }
-        )
+        ranks_with: dict[int, list[int]] = {}
+        for rank, configuration in enumerate(configurations):
+            ranks_with.setdefault(configuration, []).append(rank)
+        groups = [f"ranks [{listed(ranks)}]" for ranks in ranks_with.values()]
         raise HookRunError(
-            "the ranks run different hooks, options or models: "
-            + " differ from ".join(f"ranks [{listed(ranks)}]" for ranks in groups)
-            + ". Give every rank the same hook, options, wrapper and model"
+            f"the ranks run different hooks, options or models: {' differ from '.join(groups)}."
+            " Give every rank the same hook, options, wrapper and model"
         )
 
 
@@ -252,8 +290,7 @@ def _check_steps(steps: list[int], of: str = "") -> None:
 
 
 class SendComparison:
-    """Compares each Send of one backward pass across `group` in a small all-gather, before the Send
-    is issued.
+    """Compares each Send of a backward pass across `group`, in a small all-gather before it starts.
 
     gloo ends the process if the ranks of a collective send different sizes, and a rank that sends
     more often than the others waits for ever. Built-in compressors follow their plans; a user's
@@ -269,13 +306,17 @@ class SendComparison:
         device: torch.device,
         counters: Counters | None,
     ) -> None:
-        self._group, self._device, self._counters = group, device, counters
+        self._group = group
+        self._device = device
+        self._counters = counters
         self._name = consensus.compressor.name
         # The ranks of these groups exchange something else, and must fail together with the ranks
         # of `group`.
-        nodes, shards = consensus.reduction.nodes, consensus.binding.shard_group
-        node = None if nodes is None else nodes.intra_node
-        self._others = [each for each in (node, shards) if each is not None]
+        self._others: list[dist.ProcessGroup] = []
+        if consensus.reduction.nodes is not None:
+            self._others.append(consensus.reduction.nodes.intra_node)
+        if consensus.binding.shards is not None:
+            self._others.append(consensus.binding.shards())
         self._sends_of: collections.Counter[int] = collections.Counter()
         self._problem = ""
 
@@ -285,29 +326,26 @@ class SendComparison:
 
     def agree(self, bucket: int, send: Send) -> bool:
         self._sends_of[bucket] += 1
-        # splits may differ
-        what = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"
-        dtype = dtype_name(send.tensor.dtype)
-        tensor = (
-            f"op={send.op!r}, {what}, {dtype}{', sparse' if send.tensor.is_sparse else ''},"
-            f" last={send.last}"
-        )
         number = f"Send {self._sends_of[bucket]}"
-        return self._compare(
-            number, f" ({send.what})" if send.what else "", f" of bucket {bucket}: {tensor}"
-        )
+        label = f" ({send.what})" if send.what else ""
+        # splits may differ
+        size = "splits" if send.splits is not None else f"shape {tuple(send.tensor.shape)}"
+        sparse = ", sparse" if send.tensor.is_sparse else ""
+        dtype = dtype_name(send.tensor.dtype)
+        rest = f" of bucket {bucket}: op={send.op!r}, {size}, {dtype}{sparse}, last={send.last}"
+        return self._compare(number, label, rest)
 
     def end(self) -> None:
-        """Compare the number of Sends. Raises HookRunError on all ranks if anything has differed in
-        this pass.
+        """Compare the number of Sends.
+
+        Raises HookRunError on all ranks if anything has differed in this pass.
         """
         self._compare("no further Send", "", "")
         for group in self._others:
             failed = torch.tensor([bool(self._problem)], dtype=torch.int64, device=self._device)
             if gather_rows(failed, group, self._counters, _WHAT).any():
-                self._problem = next(
-                    filter(None, gather_texts(self._problem, group, self._device, _WHAT))
-                )
+                problems = gather_texts(self._problem, group, self._device, _WHAT)
+                self._problem = next(filter(None, problems))
         if self._problem:
             raise HookRunError(self._problem)
 
@@ -315,12 +353,11 @@ class SendComparison:
         if self._problem:
             return False
         # `label` may differ: it only appears in messages.
-        own = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)
-        keys = gather_rows(own, self._group, self._counters, _WHAT).flatten().tolist()
+        key = torch.tensor([agreement_key(number, rest)], dtype=torch.int64, device=self._device)
+        keys = gather_rows(key, self._group, self._counters, _WHAT).flatten().tolist()
         if len(set(keys)) > 1:
-            self._problem = self._differences(
-                gather_texts(number + label + rest, self._group, self._device, _WHAT)
-            )
+            texts = gather_texts(number + label + rest, self._group, self._device, _WHAT)
+            self._problem = self._differences(texts)
         return not self._problem
 
     def _differences(self, texts: list[str]) -> str:

@@ -1,5 +1,4 @@
-"""Choose the kernel of all ranks: the native library if all ranks have the same build of it,
-otherwise torch.
+"""Choose the kernel of all ranks: the native library if all have the same build, otherwise torch.
 
 Every rank computes its own copy of the averaged gradient, so replicas drift apart if the kernels
 differ in the last bits. The ranks compare `KernelSupport.key` in an exchange that they make anyway;
@@ -56,9 +55,10 @@ class KernelSupport(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """Describes the kernel of all ranks. `slower`: why they do not use the native library, "" if no
-    rank lacks it. `drift`: how the arithmetic of the ranks differs, so that replicas may drift
-    apart, or "".
+    """Describes the kernel of all ranks.
+
+    `slower`: why they do not use the native library; "" if no rank lacks it. `drift`: how the
+    arithmetic of the ranks differs, so that replicas may drift apart, or "".
     """
 
     native: bool = False
@@ -70,38 +70,40 @@ class KernelChoice(NamedTuple):
         return "native" if self.native else "torch"
 
     def warnings(self, compressor: str, *, checked: bool = False) -> list[str]:
-        """Return the warnings for rank 0 to log. `checked`: the weights are compared regularly,
-        which reveals drift.
+        """Return the warnings for rank 0 to log.
+
+        `checked`: the weights are compared regularly, which reveals drift.
         """
-        found = []
+        warnings = []
         if self.slower:
-            found.append(
+            warnings.append(
                 f"{compressor} computes with the kernel {self.name!r} on all ranks. {self.slower}"
             )
         if self.drift and not checked:
-            found.append(
+            warnings.append(
                 f"the machines of the ranks may compute the last bits of {compressor} differently,"
                 f" so that the replicas drift apart slowly: {self.drift}. Use machines, versions"
                 " and thread counts of one kind, or have the weights compared by"
                 " commhooks.attach(..., check_every=N)"
             )
-        return found
+        return warnings
 
 
 def agreed_choice(
-    own: KernelSupport,
+    support: KernelSupport,
     keys: Sequence[int],
     group: dist.ProcessGroup,
     device: torch.device,
     error: type[CommHookError],
 ) -> KernelChoice:
-    """Choose the kernel for all ranks of `group`, from the `KernelSupport.key` of every rank
-    (`keys`). All of them must call this. On all ranks, raises HookConfigError if none of them can
-    run the hook, and `error` if some cannot.
+    """Choose the kernel for all ranks of `group`; all of them must call this.
+
+    `support` is of this rank; `keys` has the `KernelSupport.key` of every rank. On all ranks,
+    raises HookConfigError if none of them can run the hook, and `error` if some cannot.
     """
-    supports = [own] * len(keys)
+    supports = [support] * len(keys)
     if len(set(keys)) > 1:
-        texts = gather_texts(json.dumps(own), group, device, "what each rank can compute with")
+        texts = gather_texts(json.dumps(support), group, device, "what each rank can compute with")
         supports = [KernelSupport(*json.loads(text)) for text in texts]
     return choose(supports, group.rank(), error)
 
@@ -109,7 +111,7 @@ def agreed_choice(
 def choose(
     supports: Sequence[KernelSupport], rank: int, error: type[CommHookError]
 ) -> KernelChoice:
-    unable = [each for each, support in enumerate(supports) if support.cannot]
+    unable = [rank for rank, support in enumerate(supports) if support.cannot]
     if len(unable) == len(supports):
         raise HookConfigError(supports[rank].cannot)
     if unable:
@@ -117,25 +119,31 @@ def choose(
             f"ranks [{listed(unable)}] of {len(supports)} cannot run the hook that all ranks"
             f" attach: {supports[unable[0]].cannot}"
         )
-    builds, arithmetic = {x.build for x in supports}, [x.arithmetic for x in supports]
-    lacking = [each for each, support in enumerate(supports) if support.missing]
-    slower = ""
-    if lacking:  # show one reason only: the reasons may differ in the files that they name
-        slower = (f"ranks [{listed(lacking)}]: " if len(supports) > 1 else "") + supports[
-            lacking[0]
-        ].missing
-    elif supports[0].build and len(builds) > 1:
-        texts = [
-            f"{f'native {x.build}' if x.build else 'torch'} ({x.arithmetic})" for x in supports
-        ]
-        slower = f"the ranks' kernels differ: {_by_rank(texts)}"
+    builds = {support.build for support in supports}
+    arithmetic = [support.arithmetic for support in supports]
+    native = len(builds) == 1 and "" not in builds
     drift = _by_rank(arithmetic) if len(set(arithmetic)) > 1 else ""
-    return KernelChoice(len(builds) == 1 and "" not in builds, slower, drift)
+    return KernelChoice(native, _why_slower(supports), drift)
+
+
+def _why_slower(supports: Sequence[KernelSupport]) -> str:
+    lacking = [rank for rank, support in enumerate(supports) if support.missing]
+    if lacking:  # show one reason only: the reasons may differ in the files that they name
+        ranks = f"ranks [{listed(lacking)}]: " if len(supports) > 1 else ""
+        return ranks + supports[lacking[0]].missing
+    builds = [support.build for support in supports]
+    if not builds[0] or len(set(builds)) == 1:
+        return ""
+    kernels = [f"native {build}" if build else "torch" for build in builds]
+    described = [
+        f"{kernel} ({support.arithmetic})"
+        for kernel, support in zip(kernels, supports, strict=True)
+    ]
+    return f"the ranks' kernels differ: {_by_rank(described)}"
 
 
 def _by_rank(texts: Sequence[str]) -> str:
-    ranks = {
-        text: [rank for rank, each in enumerate(texts) if each == text]
-        for text in dict.fromkeys(texts)
-    }
-    return "; ".join(f"ranks [{listed(which)}]: {text}" for text, which in ranks.items())
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"ranks [{listed(ranks)}]: {text}" for text, ranks in ranks_of.items())

@@ -1,9 +1,9 @@
-"""Reduce a bucket over the ranks: flat, where every rank compresses all of it, or hierarchically,
-with nodes.
+"""Reduce a bucket over the ranks: flat, or hierarchically over nodes.
 
-With nodes, gradients are averaged exactly inside a node and compressed between nodes. Every
-parameter has an owner in each node: the rank with a certain local rank. If the compressor has no
-learned state, the bucket is divided into equal parts instead. For each bucket:
+Flat, every rank compresses all of the bucket. With nodes, gradients are averaged exactly inside a
+node and compressed between nodes. Every parameter has an owner in each node: the rank with a
+certain local rank. If the compressor has no learned state, the bucket is divided into equal parts
+instead. For each bucket:
 
     1. each rank sends each gradient to its owner in the node, which sums the node's gradients
     2. the owners in all nodes average these sums with the compressor
@@ -22,8 +22,8 @@ likely to overflow in float16.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,16 @@ from commhooks.gradients.precision import compute_dtype
 Field = tuple[StateField, UnitPlan]
 Splits = tuple[Sequence[int], Sequence[int]]
 """How many elements go to each rank, and how many come from each rank."""
+Owned = TypeVar("Owned", Slot, UnitPlan)
 WINDOW_NUMEL = 25 * 2**20 // 4
 """Elements of a bucket of float32 gradients, with DDP's default `bucket_cap_mb`."""
 
 
 class FlatReduction:
-    """Every rank compresses every bucket, and exchanges it with all other ranks. `description`: the
-    nodes, for the summary. `ranks_per_residual`: number of ranks whose summed gradient a residual
-    corrects.
+    """Every rank compresses every bucket, and exchanges it with all other ranks.
+
+    `description`: the nodes, for the summary. `ranks_per_residual`: number of ranks whose summed
+    gradient a residual corrects.
     """
 
     nodes: Nodes | None = None
@@ -72,9 +74,7 @@ class FlatReduction:
         plans: Sequence[UnitPlan],
         step: StepInfo,
     ) -> Any:
-        """Allocate the workspace of `exchange` for buckets of this layout, in which something is
-        compressed.
-        """
+        """Allocate the workspace of `exchange` for a layout in which something is compressed."""
         work = compressor.workspace(layout, plans)
         compressor.allocate(work, step)
         return work
@@ -95,9 +95,10 @@ class FlatReduction:
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> None:
-        """Move loaded local tensors (residuals) to the ranks that use them, without changing their
-        mean over all ranks. If the ranks' local tensors may differ, all ranks of `group` call this
-        after comparing their states. `parameters` has all parameters of the model.
+        """Move loaded local tensors (residuals) to the ranks that use them, keeping their mean.
+
+        If the ranks' local tensors may differ, all ranks of `group` call this after comparing their
+        states. `parameters` has all parameters of the model.
         """
         # After a save with nodes each rank has only the residuals of its share. Add zeros for the
         # rest, so that all ranks save the same names.
@@ -108,9 +109,7 @@ class FlatReduction:
                     state[key].setdefault(name, zeros_for(parameters[name]))
 
     def rebase(self, tensors: dict[str, torch.Tensor], name: str, mean: torch.Tensor) -> None:
-        """Set the entry `name` of `tensors`, a field by parameter name, as if all ranks had just
-        loaded `mean`.
-        """
+        """Set `tensors[name]`, a field of one parameter, as if all ranks had loaded `mean`."""
         tensors[name] = mean
 
 
@@ -123,13 +122,13 @@ def gather_held(
     group: dist.ProcessGroup,
 ) -> list[list[bool]]:
     """Return, for each rank of `group` and each parameter, whether `tensors` has an entry there.
+
     All ranks must call this.
     """
     device = next(iter(parameters.values())).device
-    own = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
-    held: list[list[bool]] = (
-        gather_rows(own, group, None, "which residuals each rank has").bool().tolist()
-    )
+    here = torch.tensor([name in tensors for name in parameters], dtype=torch.uint8, device=device)
+    rows = gather_rows(here, group, None, "which residuals each rank has")
+    held: list[list[bool]] = rows.bool().tolist()
     return held
 
 
@@ -140,25 +139,21 @@ def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
-    """Choose the owner of each parameter, a local rank, so that the ranks have about equal shares
-    of every bucket. The result depends on the model only, because residuals are loaded before the
-    buckets are known. `sizes` must be in the order of registration.
+    """Choose the owner of each parameter, a local rank, so that shares of a bucket are about equal.
+
+    The result depends on the model only, because residuals are loaded before the buckets are known.
+    `sizes` must be in the order of registration.
 
     DDP fills its buckets in about the reverse order. So this function walks the parameters in that
     order, cuts them into windows of about a bucket, and distributes each window from its largest
     parameter to its smallest.
     """
-    windows: list[list[str]] = [[]]
-    for name in reversed(list(sizes)):
-        if windows[-1] and sum(sizes[each] for each in windows[-1]) + sizes[name] > WINDOW_NUMEL:
-            windows.append([])
-        windows[-1].insert(0, name)
     owners: dict[str, int] = {}
     total = [0] * ranks_per_node
-    for window in windows:
+    for window in _windows(sizes):
         parts: list[list[str]] = [[] for _ in range(ranks_per_node)]
         load = [0] * ranks_per_node
-        for name in sorted(window, key=lambda each: -sizes[each]):
+        for name in sorted(window, key=lambda name: -sizes[name]):
             part = load.index(min(load))
             parts[part].append(name)
             load[part] += sizes[name]
@@ -171,51 +166,68 @@ def owners_of(sizes: Mapping[str, int], ranks_per_node: int) -> dict[str, int]:
     return owners
 
 
+def _windows(sizes: Mapping[str, int]) -> list[list[str]]:
+    windows: list[list[str]] = [[]]
+    numel = 0
+    for name in reversed(list(sizes)):
+        if windows[-1] and numel + sizes[name] > WINDOW_NUMEL:
+            windows.append([])
+            numel = 0
+        windows[-1].insert(0, name)
+        numel += sizes[name]
+    return windows
+
+
 def equal_parts(numel: int, count: int) -> list[int]:
     return [numel * (part + 1) // count - numel * part // count for part in range(count)]
 
 
-def plans_of_owners(
-    plans: Sequence[UnitPlan], owners: Mapping[str, int], ranks_per_node: int
-) -> list[list[UnitPlan]]:
-    return [
-        [plan for plan in plans if owners[plan.name] == owner] for owner in range(ranks_per_node)
-    ]
+def per_owner(
+    items: Sequence[Owned], owners: Mapping[str, int], ranks_per_node: int
+) -> list[list[Owned]]:
+    """Divide the slots or plans of a bucket among their owners: one list per local rank."""
+    lists: list[list[Owned]] = [[] for _ in range(ranks_per_node)]
+    for item in items:
+        lists[owners[item.name]].append(item)
+    return lists
 
 
 def replicated_fields(compressor: Compressor[Any], plans: Sequence[UnitPlan]) -> list[Field]:
-    """List the learned tensors of these plans that are equal on all ranks. An owner sends them to
-    its node.
+    """List the learned tensors of `plans` that are equal on all ranks.
+
+    An owner sends them to its node.
     """
-    replicated = [each for each in compressor.state_fields if each.replicated]
+    replicated = [field for field in compressor.state_fields if field.replicated]
     compressed = [plan for plan in plans if plan.compressed]
     # A unit may lack a field, which then has no elements.
     return [(field, plan) for plan in compressed for field in replicated if field.size_bytes(plan)]
 
 
 def part_sizes(gradient_bytes: int, fields: Sequence[Field]) -> list[int]:
-    """Return the bytes of each part of an owner's message: gradients, fields, and a flag per
-    field.
-    """
+    """Return the bytes of an owner's message: gradients, fields, and a flag per field."""
     return [gradient_bytes, *(field.size_bytes(plan) for field, plan in fields), len(fields)]
 
 
 def buffer_sizes(sizes: Sequence[Sequence[int]], local_rank: int) -> tuple[int, int]:
     """Return the bytes of the send and the receive buffer, given the `part_sizes` of all owners."""
-    count, own, total = len(sizes), sizes[local_rank], sum(each[0] for each in sizes)
-    return max(total, sum(own)), max(count * own[0], sum(map(sum, sizes)))
+    own_parts = sizes[local_rank]
+    gradients_sent = sum(parts[0] for parts in sizes)
+    gradients_received = len(sizes) * own_parts[0]
+    results_received = sum(sum(parts) for parts in sizes)
+    return max(gradients_sent, sum(own_parts)), max(gradients_received, results_received)
 
 
 class HierarchicalWorkspace:
-    """Holds the buffers for one bucket if ranks form nodes, allocated once. `compressor` averages
-    between the nodes.
+    """Holds the buffers for one bucket if ranks form nodes, allocated once.
+
+    `compressor` averages between the nodes.
 
     Attributes:
-        own: this rank's share of the gradients, 1-D.
+        share: this rank's share of the gradients, 1-D.
         work: the compressor's workspace for the share; None if nothing in the share is compressed.
         to_owners, from_owners: the splits of `by_owner` (elements) and `results` (bytes).
         gradients, averages: receive the node's gradients of this rank's share, and the `results` of
-        all shares.
+            all shares.
     """
 
     def __init__(
@@ -226,64 +238,69 @@ class HierarchicalWorkspace:
         owners: Mapping[str, int],
         nodes: Nodes,
     ) -> None:
-        local, count = nodes.local_rank, nodes.ranks_per_node
-        self._local_rank, self._count = local, count
+        local_rank = nodes.local_rank
+        ranks = nodes.ranks_per_node
+        self._local_rank = local_rank
         self._must_read_flags = (
             precision.is_host_readable(layout.device) or compressor.needs_exact_step
         )
-        slots = [
-            [slot for slot in layout.slots if owners[slot.name] == owner] for owner in range(count)
-        ]
+        slots = per_owner(layout.slots, owners, ranks)
         if compressor.elementwise:
-            ends = itertools.accumulate(equal_parts(layout.numel, count), initial=0)
+            ends = itertools.accumulate(equal_parts(layout.numel, ranks), initial=0)
             self._runs = [[part] for part in itertools.pairwise(ends)]
         else:
-            self._runs = [_runs(each) for each in slots]
-        self._fields = [
-            replicated_fields(compressor, mine) for mine in plans_of_owners(plans, owners, count)
-        ]
+            self._runs = [_runs(owned) for owned in slots]
+        plans_of = per_owner(plans, owners, ranks)
+        self._fields = [replicated_fields(compressor, owned) for owned in plans_of]
+        self._allocate(layout)
         # For each learned tensor in this rank's message, whether it exists: on the host and on the
         # device.
-        self._exist = [False] * len(self._fields[local])
+        self._exist = [False] * len(self._fields[local_rank])
         self._flags = torch.zeros(len(self._exist), dtype=torch.uint8, device=layout.device)
-        numels = [sum(end - begin for begin, end in each) for each in self._runs]
-        gradient_bytes = [numel * layout.dtype.itemsize for numel in numels]
-        self._sizes = [part_sizes(*each) for each in zip(gradient_bytes, self._fields, strict=True)]
-        self.to_owners: Splits = (numels, [numels[local]] * count)
-        self.from_owners: Splits = ([sum(self._sizes[local])], [sum(each) for each in self._sizes])
+
+        mine = plans_of[local_rank]
+        self.compresses = not compressor.elementwise and any(plan.compressed for plan in mine)
+        self.work = None
+        if self.compresses:
+            self.work = compressor.workspace(_layout_of(slots[local_rank], self.share), mine)
+
+    def _allocate(self, layout: BucketLayout) -> None:
+        numels = [sum(end - begin for begin, end in runs) for runs in self._runs]
+        self._sizes = [
+            part_sizes(numel * layout.dtype.itemsize, fields)
+            for numel, fields in zip(numels, self._fields, strict=True)
+        ]
+        sizes = [sum(parts) for parts in self._sizes]
+        numel = numels[self._local_rank]
+        size = sizes[self._local_rank]
+        self.to_owners: Splits = (numels, [numel] * len(numels))
+        self.from_owners: Splits = ([size], sizes)
         # Gradients and averages share memory, because the gradients have been read before the
         # averages are sent.
-        total, share = layout.numel * layout.dtype.itemsize, gradient_bytes[local]
-        results, averages = sum(self._sizes[local]), sum(map(sum, self._sizes))
         sent, arrived = (
-            torch.zeros(size, dtype=torch.uint8, device=layout.device)
-            for size in buffer_sizes(self._sizes, local)
+            torch.zeros(count, dtype=torch.uint8, device=layout.device)
+            for count in buffer_sizes(self._sizes, self._local_rank)
         )
-        self._by_owner = sent[:total].view(layout.dtype)
-        self._results = sent[:results]
-        self.gradients = arrived[: count * share].view(layout.dtype)
-        self.averages = arrived[:averages]
-        self.own = torch.zeros(numels[local], dtype=layout.dtype, device=layout.device)
-
-        mine = [plan for plan in plans if owners[plan.name] == local]
-        self.compresses = not compressor.elementwise and any(plan.compressed for plan in mine)
-        self.work = (
-            compressor.workspace(_layout_of(slots[local], self.own), mine)
-            if self.compresses
-            else None
-        )
+        self._by_owner = sent[: layout.numel * layout.dtype.itemsize].view(layout.dtype)
+        self._results = sent[:size]
+        gradient_bytes = len(numels) * numel * layout.dtype.itemsize
+        self.gradients = arrived[:gradient_bytes].view(layout.dtype)
+        self.averages = arrived[: sum(sizes)]
+        self.share = torch.zeros(numel, dtype=layout.dtype, device=layout.device)
 
     def by_owner(self, flat: torch.Tensor) -> torch.Tensor:
         concat_into([flat[begin:end] for runs in self._runs for begin, end in runs], self._by_owner)
         return self._by_owner
 
     def results(self, state: LearnedState) -> torch.Tensor:
-        """Write this rank's message to its node (uint8): `own`, the replicated tensors that the
-        compressor has learned for the share, and a flag per tensor, 1 if the tensor exists.
+        """Write this rank's message to its node (uint8).
+
+        It has `share`, the replicated tensors that the compressor has learned for the share, and a
+        flag per tensor, 1 if the tensor exists.
         """
         fields = self._fields[self._local_rank]
         pieces = self._results.split(self._sizes[self._local_rank])
-        pieces[0].copy_(self.own.view(torch.uint8))
+        pieces[0].copy_(self.share.view(torch.uint8))
         for (field, plan), piece in zip(fields, pieces[1:-1], strict=True):
             learned = state[field.key].get(plan.key)
             if learned is not None:
@@ -301,11 +318,9 @@ class HierarchicalWorkspace:
         bucket = flat.view(torch.uint8)
         for owner, message in enumerate(self.averages.split(list(self.from_owners[1]))):
             gradients, *learned, flags = message.split(self._sizes[owner])
-            if self._runs[owner]:
-                scatter_into(
-                    gradients,
-                    [bucket[begin * size : end * size] for begin, end in self._runs[owner]],
-                )
+            places = [bucket[begin * size : end * size] for begin, end in self._runs[owner]]
+            if places:
+                scatter_into(gradients, places)
             if owner != self._local_rank and learned:
                 self._learn(self._fields[owner], learned, flags, state)
 
@@ -321,30 +336,31 @@ class HierarchicalWorkspace:
         # not disappear, so read the flags only in the first steps.
         there = flags.tolist() if self._must_read_flags or not complete else [1] * len(fields)
         for (field, plan), new, is_there in zip(fields, learned, there, strict=True):
-            known = state[field.key]
+            tensors = state[field.key]
             if not is_there:
-                known.pop(plan.key, None)
+                tensors.pop(plan.key, None)
                 continue
-            if plan.key not in known:
-                known[plan.key] = torch.empty(
+            if plan.key not in tensors:
+                tensors[plan.key] = torch.empty(
                     field.shape(plan), dtype=field.dtype(plan), device=new.device
                 )
-            _bytes(known[plan.key]).copy_(new)
+            _bytes(tensors[plan.key]).copy_(new)
 
 
 class HierarchicalReduction(FlatReduction):
-    """Each rank compresses its share of every bucket, on behalf of its node. `parameters`: all, in
-    the same order on all ranks.
+    """Each rank compresses its share of every bucket, on behalf of its node.
+
+    `parameters`: all, in the same order on all ranks.
     """
 
     nodes: Nodes
 
     def __init__(self, nodes: Nodes, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.nodes, self.description = nodes, nodes.description
+        self.nodes = nodes
+        self.description = nodes.description
         self.ranks_per_residual = nodes.ranks_per_node
-        self._owners = owners_of(
-            {name: each.numel() for name, each in parameters.items()}, nodes.ranks_per_node
-        )
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._owners = owners_of(sizes, nodes.ranks_per_node)
 
     def keeps(self, name: str) -> bool:
         return self._owners[name] == self.nodes.local_rank
@@ -354,14 +370,7 @@ class HierarchicalReduction(FlatReduction):
             return list(plans)
         # Without learned state all parameters take part, except sparse gradients, which cannot be
         # divided into shares.
-        return [
-            (
-                dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel)
-                if plan.lowered
-                else plan
-            )
-            for plan in plans
-        ]
+        return [_sent_whole(plan) if plan.lowered else plan for plan in plans]
 
     def workspace(
         self,
@@ -381,37 +390,48 @@ class HierarchicalReduction(FlatReduction):
         plans: Sequence[UnitPlan],
         buckets: Sequence[Sequence[UnitPlan]],
     ) -> MemoryPlan:
-        """Add to `factors` what other owners of the node have learned, and to `copies` the messages
+        """Return the bytes needed on this rank of a node.
+
+        `factors` includes what other owners of the node have learned, and `copies` the messages
         inside the node.
         """
-        count, local = self.nodes.ranks_per_node, self.nodes.local_rank
-        plans, buckets = (
-            self.plans(compressor, plans),
-            [self.plans(compressor, bucket) for bucket in buckets],
-        )
+        plans = self.plans(compressor, plans)
+        buckets = [self.plans(compressor, bucket) for bucket in buckets]
         if compressor.elementwise:
             whole = compressor.memory_plan(plans, buckets)
-            own = dataclasses.replace(whole, packed=-(-whole.packed // count))
+            packed = -(-whole.packed // self.nodes.ranks_per_node)
+            share = dataclasses.replace(whole, packed=packed)
         else:
-            own = compressor.memory_plan(
-                plans_of_owners(plans, self._owners, count)[local],
-                [plans_of_owners(bucket, self._owners, count)[local] for bucket in buckets],
-            )
+            mine = self._mine(plans)
+            share = compressor.memory_plan(mine, [self._mine(bucket) for bucket in buckets])
         others = [plan for plan in plans if not self.keeps(plan.name)]
         learned = sum(
             field.size_bytes(plan) for field, plan in replicated_fields(compressor, others)
         )
-        copies = 0
-        for bucket in buckets:
-            if any(plan.compressed for plan in bucket):
-                shares = plans_of_owners(bucket, self._owners, count)
-                gradients = [sum(plan.size_bytes() for plan in share) for share in shares]
-                if compressor.elementwise:
-                    gradients = equal_parts(sum(gradients), count)
-                fields = [replicated_fields(compressor, share) for share in shares]
-                sizes = [part_sizes(*each) for each in zip(gradients, fields, strict=True)]
-                copies += sum(buffer_sizes(sizes, local)) + gradients[local]
-        return dataclasses.replace(own, factors=own.factors + learned, copies=own.copies + copies)
+        messages = sum(
+            self._message_bytes(compressor, bucket)
+            for bucket in buckets
+            if any(plan.compressed for plan in bucket)
+        )
+        return dataclasses.replace(
+            share, factors=share.factors + learned, copies=share.copies + messages
+        )
+
+    def _mine(self, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+        return per_owner(plans, self._owners, self.nodes.ranks_per_node)[self.nodes.local_rank]
+
+    def _message_bytes(self, compressor: Compressor[Any], bucket: Sequence[UnitPlan]) -> int:
+        """Return the bytes of the buffers of a `HierarchicalWorkspace`."""
+        shares = per_owner(bucket, self._owners, self.nodes.ranks_per_node)
+        gradients = [sum(plan.size_bytes() for plan in plans) for plans in shares]
+        if compressor.elementwise:
+            gradients = equal_parts(sum(gradients), len(shares))
+        sizes = [
+            part_sizes(gradient_bytes, replicated_fields(compressor, plans))
+            for gradient_bytes, plans in zip(gradients, shares, strict=True)
+        ]
+        local_rank = self.nodes.local_rank
+        return sum(buffer_sizes(sizes, local_rank)) + gradients[local_rank]
 
     def exchange(
         self, compressor: Compressor[Any]
@@ -426,47 +446,64 @@ class HierarchicalReduction(FlatReduction):
         state: LearnedState,
         step: StepInfo,
     ) -> Exchange:
-        own = work.own
-        # 1. Sum the node's gradients of this rank's share.
-        gradients = work.by_owner(flat)
+        """Average a bucket in three steps; see the module."""
+        # A compressor with residuals gets the node's sum, and its result is divided afterwards.
+        ranks = self.nodes.ranks_per_node
+        before, after = (1, ranks) if state.local else (ranks, 1)
+        yield from self._sum_in_node(flat, work, before)  # 1.
+        yield from self._average_between_nodes(compressor, work, state, step)  # 2.
+        work.share.div_(after)
+        yield from self._send_to_node(flat, work, state)  # 3.
+        return None
+
+    def _sum_in_node(
+        self, flat: torch.Tensor, work: HierarchicalWorkspace, divisor: int
+    ) -> Generator[Send, Any, None]:
+        """Write the sum of the node's gradients / `divisor` into this rank's share."""
         yield Send(
-            gradients,
+            work.by_owner(flat),
             what="the node's gradients",
             op="all_to_all",
             splits=work.to_owners,
             into=work.gradients,
             over="intra_node",
         )
-        count = self.nodes.ranks_per_node
-        # A compressor with residuals gets the node's sum, and its result is divided afterwards; see
-        # the module.
-        before, after = (1, count) if state.local else (count, 1)
-        first, *others = work.gradients.div_(before).view(count, own.numel())
-        own.copy_(first)
-        for each in others:  # add in this order, so that no bit depends on the bucket layout
-            own.add_(each)
+        by_rank = work.gradients.div_(divisor).view(self.nodes.ranks_per_node, work.share.numel())
+        first, *others = by_rank
+        work.share.copy_(first)
+        for gradient in others:  # add in this order, so that no bit depends on the bucket layout
+            work.share.add_(gradient)
 
-        # 2. Average it between the nodes.
+    def _average_between_nodes(
+        self,
+        compressor: Compressor[Any],
+        work: HierarchicalWorkspace,
+        state: LearnedState,
+        step: StepInfo,
+    ) -> Generator[Send | Verdict, Any, None]:
+        """Average the share with the compressor, and yield one verdict."""
+        share = work.share
         had_verdict = False
-        if own.numel() > 0:
-            task, answer = self._between_nodes(compressor, work, state, step), None
-            while not isinstance(next_one := task.advance(answer), Done):
-                if isinstance(next_one, Send):
-                    next_one.over = "inter_node"
+        if share.numel() > 0:
+            task = self._between_nodes(compressor, work, state, step)
+            answer = None
+            while not isinstance(yielded := task.advance(answer), Done):
+                if isinstance(yielded, Send):
+                    yielded.over = "inter_node"
                 else:
                     had_verdict = True
-                answer = yield next_one
-            if next_one.result is not own:
-                own.copy_(next_one.result)
+                answer = yield yielded
+            if yielded.result is not share:
+                share.copy_(yielded.result)
         if not had_verdict:
-            yield Verdict(torch.ones((), dtype=torch.bool, device=flat.device))
-        own.div_(after)
+            yield Verdict(torch.ones((), dtype=torch.bool, device=share.device))
 
-        # 3. Send the result to the node. This follows the verdict, so the compressor's learned
-        #    state is included.
-        results = work.results(state)
+    def _send_to_node(
+        self, flat: torch.Tensor, work: HierarchicalWorkspace, state: LearnedState
+    ) -> Generator[Send, Any, None]:
+        # This follows the verdict, so the message includes what the compressor has learned.
         yield Send(
-            results,
+            work.results(state),
             what="the node's averages",
             op="gather",
             splits=work.from_owners,
@@ -474,7 +511,6 @@ class HierarchicalReduction(FlatReduction):
             over="intra_node",
         )
         work.take(flat, state)
-        return None
 
     def redistribute_residuals(
         self, state: LearnedState, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup
@@ -499,10 +535,10 @@ class HierarchicalReduction(FlatReduction):
         state: LearnedState,
         step: StepInfo,
     ) -> ExchangeTask:
-        own, mine = work.own, self._between(step)
+        between = self._between(step)
         if not compressor.transactional:
-            return new_task(compressor, True, own, None, NO_STATE, mine)
-        return new_task(compressor, work.compresses, own, work.work, state, mine)
+            return new_task(compressor, True, work.share, None, NO_STATE, between)
+        return new_task(compressor, work.compresses, work.share, work.work, state, between)
 
     def _between(self, step: StepInfo) -> StepInfo:
         return StepInfo(
@@ -512,8 +548,9 @@ class HierarchicalReduction(FlatReduction):
     def _collect(
         self, tensors: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """Sum the node's tensors of each parameter at its owner, if another rank has one: these
-        ranks have loaded the checkpoint of a run with other nodes.
+        """Sum the node's tensors of each parameter at its owner, if another rank has one.
+
+        These ranks have loaded the checkpoint of a run with other nodes.
         """
         held = gather_held(tensors, parameters, self.nodes.intra_node)
         for place, (name, parameter) in enumerate(parameters.items()):
@@ -522,11 +559,14 @@ class HierarchicalReduction(FlatReduction):
             total = tensors.pop(name, None)
             if total is None:
                 total = zeros_for(parameter)
-            start(
-                Send(total, what=f"the residual of {name} in the node"), self.nodes.intra_node, None
-            ).wait()
+            send = Send(total, what=f"the residual of {name} in the node")
+            start(send, self.nodes.intra_node, None).wait()
             if self.keeps(name):
                 tensors[name] = total
+
+
+def _sent_whole(plan: UnitPlan) -> UnitPlan:
+    return dataclasses.replace(plan, compressed=True, numel_compressed=plan.numel)
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
@@ -539,13 +579,13 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
     return runs
 
 
-def _layout_of(slots: Sequence[Slot], own: torch.Tensor) -> BucketLayout:
+def _layout_of(slots: Sequence[Slot], share: torch.Tensor) -> BucketLayout:
     offsets = itertools.accumulate((slot.numel for slot in slots), initial=0)
     moved = [
-        Slot(slot.name, slot.parameter, at, slot.numel)
-        for slot, at in zip(slots, offsets, strict=False)
+        Slot(slot.name, slot.parameter, offset, slot.numel)
+        for slot, offset in zip(slots, offsets, strict=False)
     ]
-    return BucketLayout(tuple(moved), own.numel(), own.dtype, own.device)
+    return BucketLayout(tuple(moved), share.numel(), share.dtype, share.device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

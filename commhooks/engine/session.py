@@ -28,7 +28,7 @@ from commhooks.engine.task import ExchangeTask
 from commhooks.errors import logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.layout import Bucket
-from commhooks.gradients.loss_scale import chosen, read_scale
+from commhooks.gradients.loss_scale import LossScale, chosen, is_one, read_scale
 
 logger = logger_of(__name__)
 
@@ -38,9 +38,10 @@ ABANDONED_LIMIT_S = 5.0
 
 
 class ExchangeDriver:
-    """Runs the exchanges of a compressor on the ranks of one model. `Session` averages gradients,
-    `OuterSteps` weights. `state`, the learned state, changes at commits only, and `held`
-    guards it. `consensus` is equal on all ranks.
+    """Runs the exchanges of a compressor on the ranks of one model.
+
+    `Session` averages gradients, `OuterSteps` weights. `state`, the learned state, changes at
+    commits only, and `held` guards it. `consensus` is equal on all ranks.
     """
 
     def __init__(
@@ -70,17 +71,19 @@ class ExchangeDriver:
 
 
 class SessionState(ABC):
-    """The state of a user-callable hook that reduces its buckets by a session, as `PowerSGDState`
-    does. `attach` gives such a hook the model's names, a plan and checkpoints, whichever function
-    uses the state.
+    """The state of a user's hook function that reduces its buckets by a session.
+
+    `PowerSGDState` is one. `attach` gives such a hook the model's names, a plan and checkpoints,
+    whichever function uses the state.
     """
 
     @abstractmethod
     def bind(
         self, binding: Binding, model: torch.nn.Module, function: Callable[..., Any]
     ) -> "Session":
-        """Bind the state to `model`, the module that DDP wraps, and return its session. `attach`
-        calls this on every rank. Raises AttachError if another model uses the state.
+        """Bind the state to `model`, the module that DDP wraps, and return its session.
+
+        `attach` calls this on every rank. Raises AttachError if another model uses the state.
         """
 
 
@@ -88,15 +91,17 @@ class Listener(Protocol):
     """Listens to the backward passes of a session. All ranks have the same listener."""
 
     def before_pass(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Called between two passes, on all ranks of `group`, which have the same compressor and
-        are at the same committed step. May replace the compressor (`Session.replace_compressor`),
-        equally on all ranks.
+        """Called between two passes on all ranks of `group`.
+
+        They have the same compressor and are at the same committed step. May replace the compressor
+        (`Session.replace_compressor`), equally on all ranks.
         """
 
     def after_pass(self, step_at_most: int, good: torch.Tensor) -> None:
-        """Called after the commit. `step_at_most`: upper bound of the number of steps committed
-        before this pass. `good`: whether this pass was committed (0-dim bool tensor on the device
-        of the buckets).
+        """Called after the commit.
+
+        `step_at_most`: upper bound of the number of steps committed before this pass. `good`:
+        whether this pass was committed (0-dim bool tensor on the device of the buckets).
         """
 
 
@@ -126,29 +131,32 @@ class Session(ExchangeDriver):
         the learned state belongs to another model; HookConfigError if the buckets are on several
         devices.
         """
-        consensus, device = self.consensus, bucket.flat.device
         # Without learned state there is no transaction, except with nodes, where an exchange has
         # several collectives.
-        if not consensus.compressor.transactional and consensus.reduction.nodes is None:
-            if bucket.is_first:
-                self.counters.begin_pass()
-            self.counters.bytes_uncompressed += bucket.nbytes
-            group = consensus.binding.group()
-            comparison = None
-            if consensus.compares_sends and consensus.is_new(bucket):
-                comparison = SendComparison(consensus, group, device, self.counters)
-            return reduce_immediately(
-                consensus.compressor, bucket, group, self.counters, comparison=comparison
-            )
+        if not self.compressor.transactional and self.consensus.reduction.nodes is None:
+            return self._run_alone(bucket)
         with self._computing(bucket.flat):
             if bucket.is_first or self._pass is None:
                 self._pass = self._begin(bucket)
-            with self.counters.clocks.measure(device):
+            with self.counters.clocks.measure(bucket.flat.device):
                 exchange = self._new_exchange(bucket, self._pass)
                 self._pass.add(exchange)
                 if bucket.is_last:
                     self._finish_pass(self._pass)
         return exchange.future
+
+    def _run_alone(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_first:
+            self.counters.begin_pass()
+        self.counters.bytes_uncompressed += bucket.nbytes
+        consensus = self.consensus
+        group = consensus.binding.group()
+        comparison = None
+        if consensus.compares_sends and consensus.is_new(bucket):
+            comparison = SendComparison(consensus, group, bucket.flat.device, self.counters)
+        return reduce_immediately(
+            consensus.compressor, bucket, group, self.counters, comparison=comparison
+        )
 
     def end_pass(self) -> None:
         """End the running pass if DDP has marked no bucket as the last."""
@@ -158,9 +166,11 @@ class Session(ExchangeDriver):
                 self._finish_pass(self._pass)
 
     def replace_compressor(self, compressor: Compressor[Any], *, keep_local: bool) -> None:
-        """Continue with another compressor from the next pass on. All ranks must call this between
-        the same two passes. Learned state whose field the new compressor does not have is deleted,
-        and without `keep_local` also what differs between ranks, such as residuals.
+        """Continue with another compressor from the next pass on.
+
+        All ranks must call this between the same two passes. Learned state whose field the new
+        compressor does not have is deleted, and without `keep_local` also what differs between
+        ranks, such as residuals.
         """
         with self.held.lock:  # a save in another thread must not read a state that is half replaced
             self.state.keep_fields(compressor.state_fields)
@@ -169,23 +179,21 @@ class Session(ExchangeDriver):
             self.consensus.replace_compressor(compressor)
 
     def close(self) -> None:
-        """Free the buffers, and move the learned state to the host until another training of the
-        model begins.
-        """
+        """Free the buffers, and move the learned state to the host until the model trains again."""
         self._drop_pass()
         self._closed = True
-        for known in self.consensus.buckets:
-            known.work = None
+        for bucket in self.consensus.buckets:
+            bucket.work = None
         super().close()
 
     def _begin(self, bucket: Bucket) -> BackwardPass:
         if self._pass is not None:  # the previous pass ended in an exception
             self._drop_pass()
-        consensus, state = self.consensus, self.state
+        consensus = self.consensus
+        binding = consensus.binding
         if self._closed:
             consensus.buckets.clear()
             self._closed = False
-        binding = consensus.binding
         agreement = consensus.agreement or consensus.reach(binding.group(), bucket.flat)
         if self.listener is not None:
             self.listener.before_pass(binding.group(), bucket.flat.device)
@@ -194,44 +202,43 @@ class Session(ExchangeDriver):
         step, step_at_most = self.held.steps(agreement.start, exact=agreement.exact_step)
         compressing = step >= agreement.start
         if compressing and compressor.selective and self.counters.numel_before == 0:
-            logger.info(
-                "Start to apply %s after %s iterations.", compressor.display_name, state.step
-            )
+            name = compressor.display_name
+            logger.info("Start to apply %s after %s iterations.", name, self.state.step)
         # Without a scaler the loss scale is 1, and residuals saved with another scale are rescaled.
-        loss_scale = (
-            1.0 if binding.loss_scale is None else read_scale(binding.loss_scale, state.loss_scale)
-        )
+        saved_scale = self.state.loss_scale
+        loss_scale: LossScale = 1.0
+        if binding.loss_scale is not None:
+            loss_scale = read_scale(binding.loss_scale, saved_scale)
         self.counters.begin_pass()
         group = binding.group()
-        info = StepInfo(step, group.size(), loss_scale / state.loss_scale, group.rank())
+        info = StepInfo(step, group.size(), loss_scale / saved_scale, group.rank())
         label = f"{'' if step == step_at_most else '<= '}{step_at_most}"
         return BackwardPass(group, compressing, loss_scale, info, step_at_most, label)
 
     def _new_exchange(self, bucket: Bucket, current: BackwardPass) -> RunningExchange:
-        flat, consensus, counters = bucket.flat, self.consensus, self.counters
+        flat = bucket.flat
+        consensus = self.consensus
         compressor = consensus.compressor
-        if current.running and current.running[0].flat.device != flat.device:
-            precision.check_one_device(
-                [current.running[0].flat.device, flat.device], compressor.display_name
-            )
+        if current.running:
+            devices = {current.running[0].flat.device, flat.device}
+            precision.check_one_device(devices, compressor.display_name)
         step = current.step
-        known = consensus.buckets.find(
+        planned = consensus.buckets.find(
             bucket, compressor, consensus.reduction, step, first=not current.running
         )
-        counters.bytes_uncompressed += bucket.nbytes
+        self.counters.bytes_uncompressed += bucket.nbytes
         issue: Issue = functools.partial(self._send, current, bucket.index)
         if bucket.unused:
-            step = dataclasses.replace(
-                step, unused={known.layout.names[place] for place in bucket.unused}
-            )
+            unused = {planned.layout.names[place] for place in bucket.unused}
+            step = dataclasses.replace(step, unused=unused)
         if current.compressing:
-            counters.numel_before += known.layout.numel
-            counters.numel_after += known.numel_sent
+            self.counters.numel_before += planned.layout.numel
+            self.counters.numel_after += planned.numel_sent
             if consensus.compares_sends and consensus.is_new(bucket):
                 issue = self._comparing(current, bucket, issue)
-        if current.compressing and known.make_exchange is not None:
+        if current.compressing and planned.make_exchange is not None:
             current.compresses = True
-            exchange = known.make_exchange(flat, known.work, self.state, step)
+            exchange = planned.make_exchange(flat, planned.work, self.state, step)
         else:
             exchange = compressor.average(flat, step.world_size)
         return RunningExchange(ExchangeTask(exchange, flat, compressor.name), flat, issue)
@@ -247,18 +254,19 @@ class Session(ExchangeDriver):
 
     def _send(self, current: BackwardPass, bucket: int, send: Send) -> Pending:
         where = f"bucket {bucket} at step {current.step_label}"
-        group, nodes = current.group, self.consensus.reduction.nodes
+        group = current.group
+        nodes = self.consensus.reduction.nodes
         if nodes is not None and send.over != "all":
             group = nodes.intra_node if send.over == "intra_node" else nodes.inter_node
         return collectives.start(send, group, self.counters, where, self._messages)
 
     def _finish_pass(self, current: BackwardPass) -> None:
-        good, consensus = current.drain(), self.consensus
-        nodes = consensus.reduction.nodes
+        good = current.drain()
+        nodes = self.consensus.reduction.nodes
         if nodes is not None:  # each rank of a node has checked another share of the bucket
             good = good_on_all(good, nodes.intra_node, "the node")
-        if consensus.binding.shards is not None:
-            good = good_on_all(good, consensus.binding.shards(), "all shards")
+        if self.consensus.binding.shards is not None:
+            good = good_on_all(good, self.consensus.binding.shards(), "all shards")
         with self.held.committing(good.device):
             self._commit(current, bool(good) if precision.is_host_readable(good.device) else good)
         self._messages.forget_abandoned()
@@ -268,51 +276,52 @@ class Session(ExchangeDriver):
         self._pass = None
 
     def _commit(self, current: BackwardPass, verdict: torch.Tensor | bool) -> None:
-        compressor, buckets = self.consensus.compressor, self.consensus.buckets
+        compressor = self.consensus.compressor
+        buckets = self.consensus.buckets
         if current.compresses:
             self.state.local_shared = False
-        self.counters.passes_acted += (
-            current.compresses if compressor.selective else current.compressing
-        )
+        acted = current.compresses if compressor.selective else current.compressing
+        self.counters.passes_acted += acted
         current.commit(verdict)
-        self.held.add(
-            verdict, current.loss_scale, compressed=current.compresses and compressor.selective
-        )
+        compressed_some = current.compresses and compressor.selective
+        self.held.add(verdict, current.loss_scale, compressed=compressed_some)
         if buckets.dead_units:
             buckets.forget_dead_state(compressor)
         if buckets.no_longer_compressed and bool(verdict):
             buckets.drop_residuals(compressor)
-        residual_factor = current.step.residual_factor
-        if verdict is not False and (
-            isinstance(residual_factor, torch.Tensor) or residual_factor != 1
-        ):
+        if verdict is not False and not is_one(current.step.residual_factor):
             # The exchanges have rescaled the state of what they compress.
             compressed = buckets.compressed() if current.compressing else set()
-            factor = chosen(verdict, residual_factor, 1.0)
+            factor = chosen(verdict, current.step.residual_factor, 1.0)
             self.state.rescale(compressor.state_fields, factor, but=compressed)
-        if current.compressing and current.step_at_most >= self._statistics_due:
-            every = compressor.stats_every
-            if every is not None:
-                self._statistics_due = current.step_at_most + every
-                rate, before, after = self.counters.compression_stats()
-                stats = (
-                    f"total before compression {before}, total after compression {after}, rate"
-                    f" {rate}"
-                )
-                logger.info("Compression stats: iter %s, %s", current.step_label, stats)
+        every = compressor.stats_every
+        if every is not None and current.compressing:
+            self._log_statistics(current, every)
+
+    def _log_statistics(self, current: BackwardPass, every: int) -> None:
+        if current.step_at_most < self._statistics_due:
+            return
+        self._statistics_due = current.step_at_most + every
+        rate, before, after = self.counters.compression_stats()
+        logger.info(
+            "Compression stats: iter %s, total before compression %s, total after compression %s,"
+            " rate %s",
+            current.step_label,
+            before,
+            after,
+            rate,
+        )
 
     @contextlib.contextmanager
     def _computing(self, flat: torch.Tensor) -> Iterator[None]:
-        """Run the body, a part of a pass, on the codec stream and in full precision. An exception
-        ends the pass: the host waits for the collectives of the pass, because the caller may fill
-        the buckets again.
+        """Run the body, a part of a pass, on the codec stream and in full precision.
+
+        An exception ends the pass: the host waits for the collectives of the pass, because the
+        caller may fill the buckets again.
         """
+        has_streams = precision.has_streams(flat.device)
         try:
-            on_stream = (
-                computing_on(flat)
-                if precision.has_streams(flat.device)
-                else contextlib.nullcontext()
-            )
+            on_stream = computing_on(flat) if has_streams else contextlib.nullcontext()
             with on_stream, precision.full_precision():
                 yield
         except BaseException:
@@ -323,7 +332,8 @@ class Session(ExchangeDriver):
 
     def _drop_pass(self) -> list[Pending]:
         """Drop an unfinished pass, and all workspaces, into which its collectives may still write.
-        Return those that may still write into a bucket.
+
+        Return the collectives that may still write into a bucket.
         """
         writing: list[Pending] = []
         if self._pass is not None:

@@ -1,5 +1,6 @@
-"""Manage the streams on which hooks compute and are read. On devices without streams nothing here
-has an effect.
+"""Manage the streams on which hooks compute and are read.
+
+On devices without streams nothing here has an effect.
 
 A hook computes on the *codec stream* of its device, so that waiting for the network does not block
 the backward pass. The host reads the results on the *reading stream*, which waits only for the
@@ -30,22 +31,21 @@ _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 def _stream(device: torch.device, name: str) -> torch.Stream:
     stream = _streams.get((device, name))
     if stream is None:
+        made = torch.Stream(device, priority=_PRIORITIES[name])
         # Another thread may have created the stream in the meantime.
-        stream = _streams.setdefault(
-            (device, name), torch.Stream(device, priority=_PRIORITIES[name])
-        )
+        stream = _streams.setdefault((device, name), made)
     return stream
 
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    """Make `stream` and its device current in the body. `with stream:` keeps the previous stream in
-    the stream object, which is an error in a second thread, or when nested.
+    """Make `stream` and its device current in the body.
+
+    `with stream:` keeps the previous stream in the stream object, which is an error in a second
+    thread, or when nested.
     """
-    outside, before = (
-        torch.accelerator.current_stream(),
-        torch.accelerator.current_stream(stream.device),
-    )
+    outside = torch.accelerator.current_stream()
+    before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
@@ -56,9 +56,7 @@ def _on(stream: torch.Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computing_on(buffer: torch.Tensor) -> Iterator[None]:
-    """Run the body on the codec stream of the buffer's device, after the work queued on the current
-    stream.
-    """
+    """Run the body on the codec stream of the buffer's device, after the current stream's work."""
     device = buffer.device
     stream = _stream(device, "codec")
     stream.wait_stream(torch.accelerator.current_stream(device))
@@ -69,8 +67,9 @@ def computing_on(buffer: torch.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _working_on(name: str, device: torch.device, *, after_current: bool) -> Iterator[None]:
-    """Run the body on a stream of `device`. With `after_current`, after the work queued on the
-    current stream.
+    """Run the body on a stream of `device`.
+
+    With `after_current`, the body runs after the work queued on the current stream.
     """
     if not precision.has_streams(device):
         yield
@@ -87,18 +86,18 @@ def _wait_for(name: str, device: torch.device) -> None:
         torch.accelerator.current_stream(device).wait_stream(_stream(device, name))
 
 
-copying, wait_for_copies = (
-    functools.partial(_working_on, "copy"),
-    functools.partial(_wait_for, "copy"),
-)
+copying = functools.partial(_working_on, "copy")
+wait_for_copies = functools.partial(_wait_for, "copy")
 in_background = functools.partial(_working_on, "background")
 wait_for_background = functools.partial(_wait_for, "background")
 wait_for_codec = functools.partial(_wait_for, "codec")
 
 
 class CommitMark:
-    """Marks the end of the latest commit on the codec stream. All waiting is done by streams, not
-    by the host. Hold the lock of the learned state while calling these methods.
+    """Marks the end of the latest commit on the codec stream.
+
+    All waiting is done by streams, not by the host. Hold the lock of the learned state while
+    calling these methods.
 
     Readers of the learned state wait for this mark and not for the whole stream, which may already
     hold collectives of the next pass: another rank may begin these only after a save in which this
@@ -120,8 +119,9 @@ class CommitMark:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the body on the reading stream, after the latest commit. The body must leave no
-        unfinished work on that stream: it ends with copies to the host.
+        """Run the body on the reading stream, after the latest commit.
+
+        The body must leave no unfinished work on that stream: it ends with copies to the host.
         """
         if self._at is None:
             yield
@@ -133,14 +133,16 @@ class CommitMark:
             yield
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy `value`, on the CPU, into `tensor` in the order of the codec stream. The host does
-        not wait.
+        """Copy `value`, on the CPU, into `tensor` in the order of the codec stream.
+
+        The host does not wait.
         """
         device = tensor.device
         if not precision.has_streams(device):
             tensor.copy_(value)
             return
-        on_device, stream = value.to(device), _stream(device, "codec")
+        on_device = value.to(device)
+        stream = _stream(device, "codec")
         stream.wait_stream(torch.accelerator.current_stream(device))
         with _on(stream):
             tensor.copy_(on_device)

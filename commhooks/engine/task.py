@@ -16,9 +16,11 @@ class Done:
 
 
 class ExchangeTask:
-    """Resumes the exchange of one bucket; nothing else does. Checks what it yields and returns, so
-    that errors name the compressor. Raises HookRunError if `exchange` is not a generator.
-    `expects_verdict`: False if the compressor is not transactional.
+    """Resumes the exchange of one bucket; nothing else does.
+
+    Checks what the exchange yields and returns, so that errors name the compressor. Raises
+    HookRunError if `exchange` is not a generator. `expects_verdict`: False if the compressor is not
+    transactional.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class ExchangeTask:
         self._decided = False
 
     def advance(self, answer: torch.Tensor | bool | None) -> Send | Verdict | Done:
-        """Run the exchange to its next yield, or to its end. `answer`: the result of the yielded
-        collective; after a `Verdict`, whether the pass is committed; None to begin.
+        """Run the exchange to its next yield, or to its end.
+
+        `answer`: the result of the yielded collective; after a `Verdict`, whether the pass is
+        committed; None to begin.
         """
         try:
             with span("exchange", self._name):
@@ -105,9 +109,7 @@ def new_task(
     state: State,
     step: StepInfo,
 ) -> ExchangeTask:
-    """Create the exchange of one bucket, or an exact average if the compressor does not compress
-    the bucket.
-    """
+    """Create the exchange of one bucket, an exact average if nothing in it is compressed."""
     if compresses:
         exchange = compressor.exchange(flat, work, state, step)
     else:

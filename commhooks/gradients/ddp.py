@@ -37,6 +37,7 @@ _NO_BUCKET_YET = sys.maxsize
 
 class BucketReader:
     """Converts DDP's buckets, and detects the first and the last bucket of each backward pass.
+
     `parameters`: the number of parameters in the model; None: unknown.
 
     With `static_graph`, DDP reduces all buckets of its first backward pass at the end of the pass,
@@ -51,14 +52,20 @@ class BucketReader:
         self._read = 0  # parameters read so far in a pass with `static_graph`
 
     def read(self, grad_bucket: object, end_pass: Callable[[], None] | None = None) -> Bucket:
-        """Convert the next bucket. Raises HookRunError as `checked_bucket` does, or if the last
-        bucket of the pass cannot be detected. `end_pass` is called at the end of a pass whose last
-        bucket never arrives, because DDP skips buckets that no rank uses.
+        """Convert the next bucket.
+
+        Raises HookRunError as `checked_bucket` does, or if the last bucket of the pass cannot be
+        detected. `end_pass` is called at the end of a pass whose last bucket never arrives, because
+        DDP skips buckets that no rank uses.
         """
-        found, before, task = checked_bucket(grad_bucket), self._task, current_task()
-        index, is_last, parameters = found.index(), found.is_last(), found.parameters()
+        checked = checked_bucket(grad_bucket)
+        index = checked.index()
+        is_last = checked.is_last()
+        parameters = checked.parameters()
+        task = current_task()
+        is_new_task = task != self._task
         if index == 0 and not is_last and task != -1:
-            if task != before:
+            if is_new_task:
                 self._read = 0
             elif self._parameters is None:
                 raise HookRunError(
@@ -74,12 +81,13 @@ class BucketReader:
         # The index increases within a pass. After a pass that ended in an exception, `_index` is
         # not reset.
         is_first = index <= self._index
-        self._index, self._task = _NO_BUCKET_YET if is_last else index, task
+        self._index = _NO_BUCKET_YET if is_last else index
+        self._task = task
         # Queue the callback again for each task: reentrant checkpointing runs backward passes
         # inside this one, and callbacks queued in an inner pass are dropped at its end.
-        if end_pass is not None and not is_last and (is_first or task != before):
+        if end_pass is not None and not is_last and (is_first or is_new_task):
             run_after_backward(functools.partial(self._at_the_end, end_pass))
-        return Bucket(found.buffer(), parameters, index, is_last, is_first, found)
+        return Bucket(checked.buffer(), parameters, index, is_last, is_first, checked)
 
     def _at_the_end(self, end_pass: Callable[[], None]) -> None:
         if self._index != _NO_BUCKET_YET:
@@ -102,15 +110,17 @@ class DDPGradients(GradientSource):
         group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """`group` and `module` default to the process group of `ddp_model` and the module that it
-        wraps. Raises AttachError if DDP has registered a hook of its own.
+        """Read the gradients of `ddp_model`.
+
+        `group` and `module` default to its process group and to the module that it wraps. Raises
+        AttachError if DDP has registered a hook of its own.
         """
         _check_free(ddp_model)
         self.finds_unused = ddp_model.find_unused_parameters and not ddp_model.static_graph
-        self._ranks_differ = self._closed = False
-        self._used: set[int] | None = (
-            None  # ids of the parameters used since the last synchronised pass; None: all
-        )
+        self._ranks_differ = False
+        self._closed = False
+        self._used: set[int] | None = None
+        """Ids of the parameters used since the last synchronised pass; None: all."""
         self._ddp_model = weakref.ref(ddp_model)
         user_module = ddp_model.module if module is None else module
         self._module = weakref.ref(user_module)
@@ -121,9 +131,8 @@ class DDPGradients(GradientSource):
         self._reader = BucketReader(len(self.names.named_parameters()))
         # If all parameters were frozen after wrapping, `names` is empty: take the device of a
         # frozen parameter.
-        self.device = next(
-            iter([*self.names.named_parameters().values(), *ddp_model.module.parameters()])
-        ).device
+        parameters = [*self.names.named_parameters().values(), *ddp_model.module.parameters()]
+        self.device = parameters[0].device
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -137,10 +146,9 @@ class DDPGradients(GradientSource):
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
         ddp_model = self._ddp_model()
         assert ddp_model is not None
+        hook = _Registered(callbacks.name, self._reduce, callbacks)
         try:
-            ddp_model.register_comm_hook(
-                state, _Registered(callbacks.name, self._reduce, callbacks)
-            )
+            ddp_model.register_comm_hook(state, hook)
         except RuntimeError as error:
             # torch 2.13: "register_comm_hook or register_builtin_comm_hook can only be called
             # once."
@@ -155,8 +163,8 @@ class DDPGradients(GradientSource):
             # a method would keep this object alive
             note = functools.partial(_note_used, self._used)
             handles = [
-                each.register_post_accumulate_grad_hook(note)
-                for each in self.names.named_parameters().values()
+                parameter.register_post_accumulate_grad_hook(note)
+                for parameter in self.names.named_parameters().values()
             ]
             weakref.finalize(ddp_model, _remove, handles).atexit = False
 
@@ -173,18 +181,18 @@ class DDPGradients(GradientSource):
                 " training: wrap the model in a new DistributedDataParallel, and attach a hook to"
                 " that"
             )
-        found = self._reader.read(bucket, functools.partial(self._end_pass, callbacks))
+        # torch checks that the parameter of a hook is called `bucket`
+        flat_bucket = self._reader.read(bucket, functools.partial(self._end_pass, callbacks))
         if self._used is not None:
-            used = self._used
-            found.unused = [
-                i
-                for i, p in enumerate(found.parameters)
-                if p.grad is not None and id(p) not in used
+            flat_bucket.unused = [
+                place
+                for place, parameter in enumerate(flat_bucket.parameters)
+                if parameter.grad is not None and id(parameter) not in self._used
             ]
-        if found.is_first:
+        if flat_bucket.is_first:
             self._check_join()
-        future = callbacks.reduce(found)
-        if found.is_last:
+        future = callbacks.reduce(flat_bucket)
+        if flat_bucket.is_last:
             callbacks.on_pass_end()
             if self._used is not None:
                 self._used.clear()
@@ -212,12 +220,21 @@ class DDPGradients(GradientSource):
         ]
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        ddp_model, module = self._ddp_model(), self.module
+        ddp_model = self._ddp_model()
+        module = self.module
         if ddp_model is None or module is None:
             return {}
         ignored = ddp_model.parameters_to_ignore
-        own = {id(p) for n, p in ddp_model.module.named_parameters() if n not in ignored}
-        return {n: p for n, p in module.named_parameters() if id(p) in own}
+        averaged = {
+            id(parameter)
+            for name, parameter in ddp_model.module.named_parameters()
+            if name not in ignored
+        }
+        return {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if id(parameter) in averaged
+        }
 
     def _check_join(self) -> None:
         ddp_model = self._ddp_model()
@@ -241,15 +258,16 @@ class DDPGradients(GradientSource):
 
 class _Registered(functools.partial[Future]):
     """Wraps the function that is registered with DDP, which shows its `__name__` in logging data.
+
     `torch.save(ddp_model)`, `copy.deepcopy` and `AveragedModel(ddp_model)` pickle it, but register
     no hook in the copy (torch 2.13). So its pickle leaves out the hook with its process group and
     learned state.
     """
 
     def __new__(cls, name: str, function: Callable[..., Future], *args: Any) -> "_Registered":
-        made = super().__new__(cls, function, *args)
-        vars(made).update(__name__=name, __qualname__=name)
-        return made
+        hook = super().__new__(cls, function, *args)
+        vars(hook).update(__name__=name, __qualname__=name)
+        return hook
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied, (vars(self)["__name__"],)
@@ -276,22 +294,25 @@ def _note_used(used: set[int], parameter: torch.Tensor) -> None:
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for each in handles:
-        each.remove()
+    for handle in handles:
+        handle.remove()
 
 
 def keep_group_until_reducer_ends(ddp_model: DistributedDataParallel) -> None:
-    """Keep the process group alive until DDP's `Reducer` is destroyed. As the last owner of the
-    group, the `Reducer` would destroy it while it holds the GIL (torch 2.13). On gloo that can
-    deadlock: the group waits for its threads, and a thread waits for the GIL to free the tensors of
-    the latest collective.
+    """Keep the process group alive until DDP's `Reducer` is destroyed.
+
+    As the last owner of the group, the `Reducer` would destroy it while it holds the GIL (torch
+    2.13). On gloo that can deadlock: the group waits for its threads, and a thread waits for the
+    GIL to free the tensors of the latest collective.
     """
     keep_with(ddp_model.reducer, ddp_model.process_group)
 
 
 def checked_bucket(grad_bucket: object) -> dist.GradBucket:
-    """Return `grad_bucket`. Raise HookRunError if it is not a GradBucket, as with compiled DDP, or
-    if a CUDA graph is being captured.
+    """Return `grad_bucket`, or raise HookRunError if hooks cannot reduce it.
+
+    They cannot if it is not a GradBucket, as with compiled DDP, or if a CUDA graph is being
+    captured.
     """
     if not isinstance(grad_bucket, dist.GradBucket):
         raise HookRunError(

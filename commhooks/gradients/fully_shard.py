@@ -59,8 +59,10 @@ NOTHING_SHARDED = (
 
 
 def as_dtensor(parameter: torch.nn.Parameter) -> DTensor:
-    """Return `parameter`, typed as a DTensor. `.data` will not do: torch 2.13 caches results of
-    operations by mesh, and may return a DTensor whose mesh has a destroyed process group.
+    """Return `parameter`, typed as a DTensor.
+
+    `.data` will not do: torch 2.13 caches results of operations by mesh, and may return a DTensor
+    whose mesh has a destroyed process group.
     """
     assert isinstance(parameter, DTensor)
     return parameter
@@ -72,9 +74,10 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """Describes this rank's shard of a parameter. `local`: its values, which represent the
-    parameter in buckets. `numel_padded`: number of elements in FSDP's buffers, the size of the
-    largest shard.
+    """Describes this rank's shard of a parameter.
+
+    `local`: its values, which represent the parameter in buckets. `numel_padded`: number of
+    elements in FSDP's buffers, the size of the largest shard.
     """
 
     name: str
@@ -85,26 +88,28 @@ class LocalShard:
 
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter) -> "LocalShard":
-        sharded, local = as_dtensor(parameter), local_values(parameter)
-        (placement,), mesh = sharded.placements, sharded.device_mesh
+        sharded = as_dtensor(parameter)
+        local = local_values(parameter)
+        mesh = sharded.device_mesh
+        (placement,) = sharded.placements
         # Replicate: on a mesh of one rank
         dim = placement.dim if isinstance(placement, Shard) else 0
         size = sharded.size(dim)
         largest = -(-size // mesh.size())
         start = min(mesh.get_local_rank() * largest, size)
         extent = Extent(tuple(sharded.shape), tuple(local.shape), dim, start)
-        return cls(name, parameter, local, extent, sharded.numel() // size * largest if size else 0)
+        numel_padded = sharded.numel() // size * largest if size else 0
+        return cls(name, parameter, local, extent, numel_padded)
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
         sharded = as_dtensor(self.parameter)
-        shape, stride = sharded.shape, sharded.stride()
         return DTensor.from_local(
             part,
             sharded.device_mesh,
             sharded.placements,
             run_check=False,
-            shape=shape,
-            stride=stride,
+            shape=sharded.shape,
+            stride=sharded.stride(),
         )
 
     @property
@@ -115,8 +120,9 @@ class LocalShard:
 
 @dataclass(eq=False)
 class UnitBuffer:
-    """Holds the buffer in which FSDP has reduced a unit (`flat`). It is sent as soon as all of its
-    parameters are known.
+    """Holds the buffer in which FSDP has reduced a unit (`flat`).
+
+    It is sent as soon as all of its parameters are known.
 
     Attributes:
         averaged: False after `set_requires_all_reduce(False)`.
@@ -142,11 +148,13 @@ class UnitBuffer:
     def pieces(
         self, buffer: torch.Tensor, *, padded: bool
     ) -> list[tuple[LocalShard, torch.Tensor]]:
-        found, offset = [], 0
+        pieces = []
+        offset = 0
         for shard in self.shards:
-            found.append((shard, buffer[offset : offset + shard.local.numel()]))
-            offset += shard.numel_padded if padded else shard.local.numel()
-        return found
+            numel = shard.local.numel()
+            pieces.append((shard, buffer[offset : offset + numel]))
+            offset += shard.numel_padded if padded else numel
+        return pieces
 
 
 @dataclass(eq=False)
@@ -177,7 +185,7 @@ class RunningPass:
             )
 
     def check_new(self, unit: UnitBuffer) -> None:
-        sent = {shard.name for each in self.units for shard in each.shards}
+        sent = {shard.name for earlier in self.units for shard in earlier.shards}
         again = next((shard.name for shard in unit.shards if shard.name in sent), None)
         if again is not None:
             raise HookRunError(
@@ -187,9 +195,7 @@ class RunningPass:
             )
 
     def take_out_earlier(self, shards: Iterable[LocalShard]) -> None:
-        """Take accumulated gradients out of `.grad`, where FSDP would add gradients that are not
-        averaged yet.
-        """
+        """Take accumulated gradients out of `.grad`, where FSDP would add unaveraged ones."""
         for shard in shards:
             if shard.parameter.grad is not None:
                 self.earlier.append((shard, shard.parameter.grad))
@@ -209,8 +215,9 @@ class RunningPass:
 
 
 def is_sharded(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether hooks reduce this parameter; False if fully_shard ignores it. Raise
-    AttachError if it is sharded in a way that hooks do not support.
+    """Return whether hooks reduce this parameter; False if fully_shard ignores it.
+
+    Raise AttachError if it is sharded in a way that hooks do not support.
     """
     data: object = parameter
     if not isinstance(data, DTensor):
@@ -254,8 +261,9 @@ def _reshard(units: Iterable[FSDPModule]) -> None:
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Reshard the model, and return the parameters that hooks reduce. Raises AttachError if hooks
-    do not support the sharding.
+    """Reshard the model, and return the parameters that hooks reduce.
+
+    Raises AttachError if hooks do not support the sharding.
     """
     _reshard(_units_of(model))
     return {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
@@ -278,8 +286,9 @@ class FullyShardGradients(GradientSource):
     from_ddp = False
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        """`group`: the ranks that hold the same shard. Raises AttachError if hooks do not support
-        the sharding.
+        """Read the gradients of a sharded model; `group`: the ranks that hold the same shard.
+
+        Raises AttachError if hooks do not support the sharding.
         """
         self._module = weakref.ref(model)
         sharded = sharded_parameters(model)
@@ -321,9 +330,9 @@ class FullyShardGradients(GradientSource):
         return self._module()
 
     def described(self) -> list[str]:
-        place = ", shard {} of {}".format(*self.place)
+        shard, count = self.place
         return [
-            described_parameter(name, parameter) + place
+            f"{described_parameter(name, parameter)}, shard {shard} of {count}"
             for name, parameter in self._sharded.items()
         ]
 
@@ -333,8 +342,9 @@ class FullyShardGradients(GradientSource):
         return {name: local_values(parameter) for name, parameter in self._sharded.items()}
 
     def not_averaged(self) -> list[str]:
-        """Return the parameters that were trained and not sharded when the hook was attached. FSDP
-        itself reduces the others, and `_end` finds those that were frozen then.
+        """Return the parameters that were trained and not sharded when the hook was attached.
+
+        FSDP itself reduces the others, and `_end` finds those that were frozen then.
         """
         return self._not_sharded
 
@@ -357,9 +367,8 @@ class FullyShardGradients(GradientSource):
             name: torch.empty(shard.parameter.shape, dtype=shard.local.dtype, device="meta")
             for name, shard in self._shards.items()
         }
-        return ModelNames(
-            whole.items(), {id(each): self.names.all_names(name) for name, each in whole.items()}
-        )
+        names = {id(parameter): self.names.all_names(name) for name, parameter in whole.items()}
+        return ModelNames(whole.items(), names)
 
     def extent(self, name: str) -> Extent:
         return self._shards[name].extent
@@ -399,9 +408,7 @@ class FullyShardGradients(GradientSource):
         self._replace_by(_refuse_closed)
 
     def _replace_by(self, hook: Any) -> None:
-        """Undo `register`. Repeated calls do nothing, because the model may have another hook by
-        then.
-        """
+        """Undo `register`; a second call does nothing, because the model may have another hook."""
         for unit in self._units() if self._handles else ():
             unit.set_all_reduce_hook(hook)
         while self._handles:
@@ -410,8 +417,7 @@ class FullyShardGradients(GradientSource):
     def _units(self) -> list[FSDPModule]:
         return [] if self.module is None else _units_of(self.module)
 
-    # ---- what torch calls
-    # --------------------------------------------------------------------------------------------
+    # ---- what torch calls ------------------------------------------------------------------------
 
     def _on_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if current_task() == -1:
@@ -426,7 +432,8 @@ class FullyShardGradients(GradientSource):
         self._running(within=_refuse_reentrant)
 
     def _on_reduced(self, unit: Callable[[], FSDPModule | None], flat: torch.Tensor) -> None:
-        current, module = self._running(), unit()
+        current = self._running()
+        module = unit()
         current.check_filled()
         if not current.began:
             current.began = True
@@ -434,7 +441,8 @@ class FullyShardGradients(GradientSource):
         current.filling = UnitBuffer(flat, averaged=module is None or all_reduces(module))
 
     def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        shard, current = self._of_parameter[id(parameter)], self._pass
+        shard = self._of_parameter[id(parameter)]
+        current = self._pass
         if count_accumulate_hooks(parameter) > 1:  # the other hook runs after this one
             raise HookRunError(
                 f"parameter {shard.name} has got a post-accumulate-grad hook since the"
@@ -453,8 +461,7 @@ class FullyShardGradients(GradientSource):
             else:
                 self._keep_partial(unit)
 
-    # ---- a backward pass
-    # ---------------------------------------------------------------------------------------------
+    # ---- a backward pass -------------------------------------------------------------------------
 
     def _running(self, within: Callable[[], None] | None = None) -> RunningPass:
         current = self._pass
@@ -469,10 +476,9 @@ class FullyShardGradients(GradientSource):
     def _keep_partial(self, unit: UnitBuffer) -> None:
         for shard in unit.shards:
             assert shard.grad is not None
+            gradient = shard.grad.view(-1)
             kept = self._partial.get(shard.name)
-            self._partial[shard.name] = (
-                shard.grad.view(-1) if kept is None else kept.add_(shard.grad.view(-1))
-            )
+            self._partial[shard.name] = gradient if kept is None else kept.add_(gradient)
             keep_for_current_stream([shard.grad])  # FSDP has allocated it on another stream
             shard.parameter.grad = None
 
@@ -486,12 +492,8 @@ class FullyShardGradients(GradientSource):
             partial = self._partial.pop(shard.name, None)
             if partial is not None:
                 piece.add_(partial)
-        bucket = Bucket(
-            unit.sent,
-            [shard.local for shard in unit.shards],
-            index=len(current.units),
-            is_last=False,
-        )
+        parameters = [shard.local for shard in unit.shards]
+        bucket = Bucket(unit.sent, parameters, index=len(current.units), is_last=False)
         current.units.append(unit)
         unit.average = self._callbacks.reduce(bucket)
 
@@ -549,5 +551,5 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         inner = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inner = [getattr(value, item.name) for item in dataclasses.fields(value)]
-    for each in inner:
-        yield from _tensors_in(each)
+    for part in inner:
+        yield from _tensors_in(part)

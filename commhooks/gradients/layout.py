@@ -18,8 +18,9 @@ from commhooks.gradients.torch_private import sparse_values
 
 
 class Bucket:
-    """Holds gradients that are reduced together. Every rank passes the same buckets in the same
-    order.
+    """Holds gradients that are reduced together.
+
+    Every rank passes the same buckets in the same order.
 
     Attributes:
         flat: this rank's gradients, 1-D, replaced in place by the result. A sparse tensor for a
@@ -85,9 +86,10 @@ class BucketLayout:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of `parameter`, slowest in memory first: (0, 1, ..) if contiguous, (1,
-    0) if transposed. DDP packs a parameter contiguously unless it is dense in memory (torch,
-    reducer.cpp, `initialize_bucket_views`).
+    """Return the dimensions of `parameter`, slowest in memory first.
+
+    They are (0, 1, ..) if it is contiguous, (1, 0) if it is transposed. DDP packs a parameter
+    contiguously unless it is dense in memory (torch, reducer.cpp, `initialize_bucket_views`).
     """
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     expected = 1
@@ -100,9 +102,7 @@ def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def to_logical(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """View `parameter.numel()` elements in memory order as a tensor of the parameter's shape,
-    without a copy.
-    """
+    """View elements in memory order as a tensor of the parameter's shape, without a copy."""
     order = memory_order(parameter)
     inverse = [order.index(dim) for dim in range(len(order))]
     return flat.view([parameter.size(dim) for dim in order]).permute(inverse)
@@ -120,9 +120,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def read_layout(
     flat: torch.Tensor, parameters: Sequence[torch.Tensor], names: Sequence[str]
 ) -> BucketLayout:
-    """Compute the position of each parameter in the buffer `flat`. Called once per layout, not per
-    step.
-    """
+    """Compute the position of each parameter in the buffer `flat`, once per layout."""
     slots: list[Slot] = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
@@ -140,8 +138,9 @@ def read_layout(
 
 
 def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return (n, m) of a parameter, 2-D or more, as a matrix: n is the size of its slowest
-    dimension in memory.
+    """Return (n, m) of a parameter, 2-D or more, as a matrix.
+
+    n is the size of its slowest dimension in memory.
     """
     n = parameter.size(memory_order(parameter)[0])
     return n, math.prod(parameter.shape) // n if n else 0

@@ -1,6 +1,4 @@
-"""Read the loss scale, the factor by which a GradScaler multiplies the loss, without synchronising
-with an accelerator.
-"""
+"""Read the loss scale, by which a GradScaler multiplies the loss; the host never waits for it."""
 
 import math
 import numbers
@@ -17,8 +15,9 @@ LossScale = float | torch.Tensor
 
 
 class ScaleOf:
-    """Returns the current scale of the GradScaler that `scaler()` returns, which may be created
-    later; 1 for None.
+    """Returns the current scale of the GradScaler that `scaler()` returns; 1 for None.
+
+    The GradScaler may be created later.
     """
 
     def __init__(
@@ -44,10 +43,11 @@ def scaler_of(loss_scale: Callable[[], LossScale] | None) -> torch.amp.GradScale
 
 
 def read_scale(loss_scale: Callable[[], LossScale], before: LossScale) -> LossScale:
-    """Return the loss scale of this backward pass. Raises HookRunError if it is not a number; or if
-    it is on the host, and zero, negative or not finite. If it is on an accelerator, return the
-    previous loss scale `before` in this case: the gradients of such a step are all zero or not
-    finite, and the residuals must not change.
+    """Return the loss scale of this backward pass.
+
+    Raises HookRunError if it is not a number; or if it is on the host, and zero, negative or not
+    finite. If it is on an accelerator, return the previous loss scale `before` in this case: the
+    gradients of such a step are all zero or not finite, and the residuals must not change.
     """
     scale = loss_scale()
     if not isinstance(scale, numbers.Real) and not (

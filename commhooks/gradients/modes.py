@@ -16,8 +16,9 @@ import torch
 
 @contextlib.contextmanager
 def plain_mode() -> Iterator[None]:
-    """Run the body without inference mode, grad mode, autocast and a default device. Also a
-    decorator.
+    """Run the body without inference mode, grad mode, autocast and a default device.
+
+    Also a decorator.
     """
     with contextlib.ExitStack() as modes:
         if torch.is_inference_mode_enabled():
@@ -25,9 +26,8 @@ def plain_mode() -> Iterator[None]:
         modes.enter_context(torch.no_grad())
         accelerator = torch.accelerator.current_accelerator()
         for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
-            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-                device_type
-            ):
+            available = torch.amp.is_autocast_available(device_type)
+            if available and torch.is_autocast_enabled(device_type):
                 modes.enter_context(torch.autocast(device_type, enabled=False))
         if torch.get_default_device().type != "cpu":
             modes.enter_context(torch.device("cpu"))

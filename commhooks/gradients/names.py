@@ -1,5 +1,4 @@
-"""Define stable parameter names, the keys of a hook's saved state, and match the globs of the
-option `exclude`.
+"""Define stable parameter names, the keys of saved state, and match the globs of `exclude`.
 
 `attach` uses the names of the model. With a plain `register_comm_hook(state, hook)` the name of a
 parameter is its position among the parameters of its dtype and device type, counted from the last
@@ -24,25 +23,23 @@ Value = TypeVar("Value")
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> str | None:
-    """Return the first of `patterns` (`fnmatch`, case-sensitive) that matches one of a parameter's
-    `names`, or None.
+    """Return the first of `patterns` that matches one of a parameter's `names`, or None.
+
+    Patterns are those of `fnmatch`, case-sensitive.
     """
-    return next(
-        (each for each in patterns if any(fnmatch.fnmatchcase(name, each) for name in names)), None
-    )
+    for pattern in patterns:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            return pattern
+    return None
 
 
 def own_name(name: str) -> str:
-    """Return `name` without the prefix of `torch.compile`, so that checkpoints fit with and without
-    it.
-    """
+    """Return `name` without the prefix of `torch.compile`, so that checkpoints fit either way."""
     return name.replace("_orig_mod.", "")
 
 
 def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
-    """Map the id of each parameter to its names in registration order, without `torch.compile`'s
-    prefix.
-    """
+    """Map the id of each parameter to its `own_name`s, in the order of registration."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
@@ -50,24 +47,26 @@ def all_names(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def warn_if_unmatched(patterns: Sequence[str], module: torch.nn.Module) -> None:
-    names = [name for found in all_names(module).values() for name in found]
-    parts = []
+    names = [name for aliases in all_names(module).values() for name in aliases]
+    unmatched = []
     for pattern in patterns:
         if matching(names, [pattern]) is None:
             near = difflib.get_close_matches(pattern.strip("*?"), names, n=1, cutoff=0.0)
-            parts.append(f"{pattern!r}" + (f" (the closest name is {near[0]!r})" if near else ""))
-    if parts:
+            closest = f" (the closest name is {near[0]!r})" if near else ""
+            unmatched.append(f"{pattern!r}{closest}")
+    if unmatched:
         logger.warning(
             "exclude: no parameter of the model matches %s. Patterns are compared with whole names,"
             " case matters, and * stands for anything.",
-            ", ".join(parts),
+            ", ".join(unmatched),
         )
 
 
 class ParameterNames(Protocol):
     def of_bucket(self, parameters: list[torch.Tensor], first: bool) -> list[str]:
-        """Return the names of a bucket's parameters. `first`: whether it is the first bucket of a
-        backward pass.
+        """Return the names of a bucket's parameters.
+
+        `first`: whether it is the first bucket of a backward pass.
         """
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
@@ -77,21 +76,25 @@ class ParameterNames(Protocol):
         """Return the first of `patterns` that matches the parameter, or None; see `matching`."""
 
     def key_of(self, name: str) -> str:
-        """Return the key in `named_parameters()` of the parameter that has this name. A tied
-        parameter has several names. If no parameter has it, return `name`.
+        """Return the key in `named_parameters()` of the parameter that has this name.
+
+        A tied parameter has several names. If no parameter has it, return `name`.
         """
 
 
 def by_own_names(entries: Mapping[str, Value], names: ParameterNames) -> dict[str, Value]:
-    """Rename saved entries of parameters to the keys of `names`: a tied parameter is saved under
-    the name that was registered first, which may be another one in this model. If several entries
-    are of one parameter, because it was not tied then, one of them is renamed.
+    """Rename saved entries of parameters to the keys of `names`.
+
+    A tied parameter is saved under the name that was registered first, which may be another one in
+    this model. If several entries are of one parameter, because it was not tied then, one of them
+    is renamed.
     """
-    found: dict[str, Value] = {}
+    renamed: dict[str, Value] = {}
     for name, entry in entries.items():
         key = names.key_of(name)
-        found[name if key in found or (key != name and key in entries) else key] = entry
-    return found
+        taken = key in renamed or (key != name and key in entries)
+        renamed[name if taken else key] = entry
+    return renamed
 
 
 class ModelNames:
@@ -102,7 +105,8 @@ class ModelNames:
     ) -> None:
         self._parameters = dict(named_parameters)
         self._all_names = {
-            name: list(all_names.get(id(p), [name])) for name, p in self._parameters.items()
+            name: list(all_names.get(id(parameter), [name]))
+            for name, parameter in self._parameters.items()
         }
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._keys = {name: key for key, names in self._all_names.items() for name in names}
@@ -137,8 +141,9 @@ class ModelNames:
 
 
 class PositionalNames:
-    """Names parameters by position: `float32.cpu.0` is the last registered float32 parameter on the
-    CPU.
+    """Names parameters by position.
+
+    `float32.cpu.0` is the last registered float32 parameter on the CPU.
     """
 
     def __init__(self) -> None:

@@ -30,15 +30,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_host_readable(device: torch.device) -> bool:
-    """Return whether Python can read tensors on `device` without synchronising. If not, hooks use
-    masks, not branches.
+    """Return whether Python can read tensors on `device` without synchronising.
+
+    If not, hooks use masks, not branches.
     """
     return device.type == "cpu"
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on `device` is queued on streams, as on CUDA and XPU. MPS has a single
-    queue.
+    """Return whether work on `device` is queued on streams, as on CUDA and XPU.
+
+    MPS has a single queue.
     """
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and device.type == accelerator.type != "mps"
@@ -49,32 +51,36 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of `tensors`, allocated on another stream, from being reused before the
-    current stream has finished the work that was queued on it before they were freed.
+    """Keep the memory of `tensors`, allocated on another stream, for work of the current stream.
+
+    Once they are freed, it is not reused before the current stream has finished what was queued on
+    it by then.
     """
     for tensor in tensors:
         if has_streams(tensor.device):
-            for part in (
-                (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,)
-            ):
+            parts = [tensor]
+            if tensor.is_sparse:
+                parts = [sparse_indices(tensor), sparse_values(tensor)]
+            for part in parts:
                 part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def check_one_device(devices: Iterable[torch.device], what: str) -> None:
-    """Raise HookConfigError, about the compressor `what`, if there are several devices: all buckets
-    are committed together, and buckets on several devices would have to wait for each other.
+    """Raise HookConfigError, about the compressor `what`, if there are several devices.
+
+    All buckets are committed together, and buckets on several devices would have to wait for each
+    other.
     """
-    found = sorted({str(device) for device in devices})
-    if len(found) > 1:
+    names = sorted({str(device) for device in devices})
+    if len(names) > 1:
         raise HookConfigError(
-            f"the parameters of this model are on {', '.join(found)}; {what} needs all parameters"
+            f"the parameters of this model are on {', '.join(names)}; {what} needs all parameters"
             " of a process on one device. Use one device per process, or the hook 'fp16_compress'"
             " or 'bf16_compress'"
         )
 
 
-# ---- the switches that let float32 products be rounded (TF32, bfloat16)
-# ----------------------------------------------
+# ---- the switches that let float32 products be rounded (TF32, bfloat16) --------------------------
 
 
 class GlobalSwitch:
@@ -109,9 +115,10 @@ _before: list[tuple[Any, str]] = []
 
 @contextlib.contextmanager
 def full_precision(*, products: bool = True) -> Iterator[None]:
-    """Run the body in `plain_mode`, and with float32 products in full precision. Pass
-    `products=False` for a body without products: then the global switches stay as they are, because
-    another thread may be training.
+    """Run the body in `plain_mode`, and with float32 products in full precision.
+
+    Pass `products=False` for a body without products: then the global switches stay as they are,
+    because another thread may be training.
     """
     global _inside
     with _lock:
@@ -136,14 +143,14 @@ def full_precision(*, products: bool = True) -> Iterator[None]:
                     switch.fp32_precision = precision
 
 
-# ---- what the last bits depend on
-# ------------------------------------------------------------------------------------
+# ---- what the last bits depend on ----------------------------------------------------------------
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Describe what the order of sums in matrix products depends on, for example "torch 2.13.0+cpu,
-    AMD EPYC 7763 64-Core Processor, AVX2, 8 threads". Machines with equal descriptions compute
-    equal bits.
+    """Describe what the order of sums in matrix products depends on.
+
+    For example "torch 2.13.0+cpu, AMD EPYC 7763 64-Core Processor, AVX2, 8 threads". Machines with
+    equal descriptions compute equal bits.
     """
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":

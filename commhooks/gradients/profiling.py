@@ -1,6 +1,4 @@
-"""Spans of commhooks in profiles of torch.profiler: hook calls, exchanges, outer steps and native
-kernels.
-"""
+"""Spans of hook calls, exchanges, outer steps and native kernels in profiles of torch.profiler."""
 
 import contextlib
 from typing import Any
@@ -13,7 +11,9 @@ _NOTHING = contextlib.nullcontext()
 
 
 def span(what: str, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Context manager: show the body in profiles as "commhooks {name}: {what}". Without a profiler
-    it takes about a microsecond, several times less than `record_function` alone.
+    """Context manager: show the body in profiles as "commhooks {name}: {what}".
+
+    Without a profiler it takes about a microsecond, several times less than `record_function`
+    alone.
     """
     return record_function(f"commhooks {name}: {what}") if profiler_is_on() else _NOTHING

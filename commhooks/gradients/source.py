@@ -1,6 +1,4 @@
-"""Define sources of gradients, the interface between hooks and a model, and the source for an
-unwrapped model.
-"""
+"""Define sources of gradients, which connect hooks and a model, and that of an unwrapped model."""
 
 import contextlib
 import weakref
@@ -70,15 +68,18 @@ class HookCallbacks:
     def on_pass_end(self) -> None:
         for listener in self.listeners:
             listener.after_pass()
-        if self.after_first_pass is not None:
-            first, self.after_first_pass = self.after_first_pass, None
-            first()
+        after_first_pass = self.after_first_pass
+        self.after_first_pass = None
+        if after_first_pass is not None:
+            after_first_pass()
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Describes where this rank's shard, of shape `shape`, lies in the whole parameter, of shape
-    `whole`: it begins at index `start` of dimension `dim` and is complete in the other dimensions.
+    """Describes where this rank's shard, of shape `shape`, lies in the whole parameter.
+
+    The parameter has the shape `whole`. The shard begins at index `start` of dimension `dim`, and
+    is complete in the other dimensions.
     """
 
     whole: tuple[int, ...]
@@ -89,6 +90,7 @@ class Extent:
 
 def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     """Return a function that returns `group`, or raises HookRunError after `destroy_process_group`.
+
     A hook that owned the group would keep its threads and store alive. If the garbage collector
     destroyed the group in a forked process, such as a DataLoader's worker, the process would die,
     because the group's threads do not exist there.
@@ -96,21 +98,23 @@ def held_weakly(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
     weak = weakref.ref(group)
 
     def alive() -> dist.ProcessGroup:
-        found = weak()
-        if found is None:
+        group = weak()
+        if group is None:
             raise HookRunError(
                 "the process group of this communication hook was destroyed"
                 " (destroy_process_group): wrap the model anew after init_process_group, and attach"
                 " a hook to it"
             )
-        return found
+        return group
 
     return alive
 
 
 def keep_with(owner: object, kept: object) -> None:
-    """Keep `kept` alive until `owner` is deleted. A finalizer holds it, because the garbage
-    collector destroys the parts of an object in any order.
+    """Keep `kept` alive until `owner` is deleted.
+
+    A finalizer holds it, because the garbage collector destroys the parts of an object in any
+    order.
     """
     weakref.finalize(owner, lambda _: None, kept).atexit = False  # at exit `owner` may still exist
 
@@ -137,15 +141,17 @@ class GradientSource(ABC):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group over which gradients are averaged. Raises HookRunError if it was
-        destroyed.
+        """The process group over which gradients are averaged.
+
+        Raises HookRunError if it was destroyed.
         """
         return self._group()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the shards of one replica; None without sharding. A step is committed
-        on all of these ranks or on none.
+        """The ranks that hold the shards of one replica; None without sharding.
+
+        A step is committed on all of these ranks or on none.
         """
         return None
 
@@ -155,14 +161,16 @@ class GradientSource(ABC):
 
     @abstractmethod
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        """Register the hook with the model. DDP passes `state` to it. Raises AttachError if the
-        model has a hook.
+        """Register the hook with the model; DDP passes `state` to it.
+
+        Raises AttachError if the model has a hook.
         """
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks of `group`, by name; {} if the model
-        was deleted.
+        """Return the tensors that must be equal on all ranks of `group`, by name.
+
+        {} if the model was deleted.
         """
 
     def not_averaged(self) -> list[str]:
@@ -170,14 +178,15 @@ class GradientSource(ABC):
         averaged = {id(parameter) for parameter in self.names.named_parameters().values()}
         return [
             name
-            for name, each in self.weights().items()
-            if each.requires_grad and id(each) not in averaged
+            for name, weight in self.weights().items()
+            if weight.requires_grad and id(weight) not in averaged
         ]
 
     @abstractmethod
     def unregister(self) -> None:
-        """Undo `register`, between two backward passes. Raises AttachError if the model cannot
-        remove its hook.
+        """Undo `register`, between two backward passes.
+
+        Raises AttachError if the model cannot remove its hook.
         """
 
     def described(self) -> list[str]:
@@ -189,9 +198,7 @@ class GradientSource(ABC):
 
     @property
     def keeps_own_gradients(self) -> bool:
-        """Whether `gradients` are this rank's own until the end of the backward pass, in other
-        memory than buckets.
-        """
+        """Whether `gradients` stay this rank's own, outside the buckets, until the pass ends."""
         return False
 
     def stepped(self) -> Sequence[torch.Tensor]:
@@ -199,14 +206,16 @@ class GradientSource(ABC):
         return list(self.names.named_parameters().values())
 
     def before_weights_change(self) -> None:
-        """Prepare for a change of the weights. Must be called before anything but an optimizer
-        changes weights.
+        """Prepare for a change of the weights.
+
+        Must be called before anything but an optimizer changes weights.
         """
         return None
 
     def let_ranks_differ(self) -> list[str]:
-        """Stop synchronising buffers, such as running statistics. Return warnings about what every
-        step still sends.
+        """Stop synchronising buffers, such as running statistics.
+
+        Return warnings about what every step still sends.
         """
         return []
 
@@ -222,8 +231,7 @@ class GradientSource(ABC):
             " is sharded by fully_shard"
         )
 
-    # ---- shards; by default each parameter is one shard
-    # --------------------------------------------------------------
+    # ---- shards; by default each parameter is one shard ------------------------------------------
 
     @property
     def place(self) -> tuple[int, int]:
@@ -247,10 +255,10 @@ class GradientSource(ABC):
 def call_after_accumulation(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `method(parameter)` when a gradient has been accumulated, as long as the method's object
-    exists. The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that
-    owned the object, which owns the parameters, would keep them and the process group alive for
-    ever.
+    """Call `method(parameter)` when a gradient has been accumulated, while its object exists.
+
+    The garbage collector cannot look into a parameter's hooks (torch 2.13): a hook that owned the
+    object, which owns the parameters, would keep them and the process group alive for ever.
     """
     weak = weakref.WeakMethod(method)
 
@@ -259,7 +267,7 @@ def call_after_accumulation(
         if alive is not None:
             alive(parameter)
 
-    return [each.register_post_accumulate_grad_hook(call) for each in parameters]
+    return [parameter.register_post_accumulate_grad_hook(call) for parameter in parameters]
 
 
 def described_parameter(name: str, parameter: torch.Tensor) -> str:
@@ -268,10 +276,11 @@ def described_parameter(name: str, parameter: torch.Tensor) -> str:
 
 
 class PlainGradients(GradientSource):
-    """Reads the gradients of an unwrapped module, for hooks that average weights with one process
-    per machine: at the end of the backward pass each gradient becomes a bucket. `accumulates`:
-    returns whether the running pass only accumulates gradients, for frameworks; other loops use
-    `no_sync`.
+    """Reads the gradients of an unwrapped module.
+
+    It is for hooks that average weights with one process per machine: at the end of the backward
+    pass each gradient becomes a bucket. `accumulates`: returns whether the running pass only
+    accumulates gradients, for frameworks; other loops use `no_sync`.
     """
 
     nothing_to_reduce = (
@@ -286,13 +295,16 @@ class PlainGradients(GradientSource):
         accumulates: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(group)
-        self._module, self._accumulates = weakref.ref(module), accumulates
-        self.names = ModelNames(
-            [(own_name(name), p) for name, p in module.named_parameters() if p.requires_grad],
-            all_names(module),
-        )
+        self._module = weakref.ref(module)
+        self._accumulates = accumulates
+        trained = {
+            own_name(name): parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.names = ModelNames(trained.items(), all_names(module))
         self.sparse = sparse_parameters(module)
-        self.device = next(iter([*self.names.named_parameters().values(), torch.empty(0)])).device
+        self.device = next(iter([*trained.values(), torch.empty(0)])).device
         self._callbacks: HookCallbacks | None = None
         self._handles: list[RemovableHandle] = []
         self._task = -1  # the running backward pass
@@ -304,7 +316,8 @@ class PlainGradients(GradientSource):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self._in_no_sync = self._in_no_sync, True
+        before = self._in_no_sync
+        self._in_no_sync = True
         try:
             yield
         finally:
@@ -341,17 +354,13 @@ class PlainGradients(GradientSource):
     def _end_pass(self) -> None:
         self._task = -1
         assert self._callbacks is not None
-        found = [
-            parameter
-            for parameter in self.names.named_parameters().values()
-            if parameter.grad is not None
-        ]
-        futures = []
-        for place, parameter in enumerate(found):
+        futures: list[tuple[torch.Tensor, torch.Tensor, Future]] = []
+        for parameter in self.names.named_parameters().values():
             grad = parameter.grad
-            assert grad is not None
+            if grad is None:
+                continue
             flat = grad if grad.is_sparse else grad.contiguous().view(-1)
-            bucket = Bucket(flat, [parameter], place, is_last=False)
+            bucket = Bucket(flat, [parameter], index=len(futures), is_last=False)
             futures.append((grad, flat, self._callbacks.reduce(bucket)))
         for grad, flat, future in futures:
             reduced = future.wait()
@@ -362,7 +371,7 @@ class PlainGradients(GradientSource):
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
     return {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
+        id(embedding.weight)
+        for embedding in module.modules()
+        if isinstance(embedding, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and embedding.sparse
     }

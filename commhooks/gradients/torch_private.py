@@ -1,8 +1,8 @@
-"""Collect all private names of torch that commhooks uses. docs/versions.md lists what happens if
-one is missing.
+"""Collect all private names of torch that commhooks uses.
 
-Names without which nothing works are looked up on import, and raise ImportError. The other names
-are for error messages: without them, an unsupported set-up is not detected.
+docs/versions.md lists what happens if one is missing. Names without which nothing works are looked
+up on import, and raise ImportError. The other names are for error messages: without them, an
+unsupported set-up is not detected.
 """
 
 import contextlib
@@ -20,9 +20,7 @@ from commhooks.errors import HookRunError
 
 if TYPE_CHECKING:
     # slow to import, and `commhooks hooks` does not need it
-    from torch.distributed.fsdp import (
-        FSDPModule,
-    )
+    from torch.distributed.fsdp import FSDPModule
 
 
 def _needed(owner: Any, name: str) -> Any:
@@ -37,19 +35,19 @@ def _needed(owner: Any, name: str) -> Any:
 
 
 current_task: Callable[[], int] = _needed(torch._C, "_current_graph_task_id")
-"""Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside of a
-backward pass.
-"""
+"""Return the id of this thread's backward pass, also in the callbacks at its end; -1 outside."""
 
 current_autograd_node: Callable[[], Any] = _needed(torch._C, "_current_autograd_node")
-"""Return, in a callback at the end of a backward pass, the current node of the enclosing pass; None
-in the outermost.
+"""Return the current node of the enclosing backward pass, in a callback at the end of a pass.
+
+None in the outermost pass.
 """
 
 queue_callback: Callable[[Callable[[], None]], None] = _needed(
     _needed(torch.autograd.Variable, "_execution_engine"), "queue_callback"
 )
 """Call the argument at the end of this backward pass, as torch's optimizer_overlap_hooks.py does.
+
 Raises RuntimeError outside of a backward pass.
 """
 
@@ -74,6 +72,7 @@ def run_after_backward(
     callback: Callable[[], None], within: Callable[[], None] | None = None
 ) -> None:
     """Call `callback` at the end of the current backward pass unless that ends in an exception.
+
     Call this at every bucket: reentrant checkpointing runs backward passes inside the backward
     pass, and a callback queued in an inner pass is dropped at its end, where `within` is called
     instead. Outside of a backward pass, where `Join` shadows the collectives of other ranks, this
@@ -91,13 +90,15 @@ def run_after_backward(
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store of `group` (public after torch 2.8). Raises HookRunError if there
-    is none.
+    """Return the key-value store of `group` (public after torch 2.8).
+
+    Raises HookRunError if there is none.
     """
-    public = hasattr(group, "get_group_store")
-    store: dist.Store | None = (
-        group.get_group_store() if public else dist.distributed_c10d._get_process_group_store(group)
-    )
+    store: dist.Store | None
+    if hasattr(group, "get_group_store"):
+        store = group.get_group_store()
+    else:
+        store = dist.distributed_c10d._get_process_group_store(group)
     if store is None:
         raise HookRunError(
             f"this process group, a {type(group).__name__}, has no store, through which the ranks"
@@ -133,23 +134,22 @@ def address_key(rank: int) -> str:
 
 
 def ddp_under(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP model inside a module replicated by `torch.distributed._composable.replicate`,
-    or None for other modules. The DDP model is created in the first forward pass, or here.
+    """Return the DDP model inside a module that `torch.distributed._composable` has replicated.
+
+    None for other modules. The DDP model is created in the first forward pass, or here.
     """
-    used: Any = sys.modules.get("torch.distributed._composable.replicate")
-    if used is None or not isinstance(model, used.DDP):
+    imported: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if imported is None or not isinstance(model, imported.DDP):
         return None
-    state: Any = used.replicate.state(model)
+    state: Any = imported.replicate.state(model)
     if not state.has_initialized:
         state.lazy_init()
-    found: DistributedDataParallel = state._ddp
-    return found
+    ddp_model: DistributedDataParallel = state._ddp
+    return ddp_model
 
 
 def joined_with_uneven_division(ddp_model: DistributedDataParallel) -> bool:
-    """Return whether DDP runs in `Join(divide_by_initial_world_size=False)`, which DDP's join hook
-    records.
-    """
+    """Return whether DDP runs in `Join(divide_by_initial_world_size=False)`."""
     return getattr(ddp_model, "_divide_by_initial_world_size", True) is False
 
 

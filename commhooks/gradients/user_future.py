@@ -20,9 +20,10 @@ def checked_future(returned: Any, hook_name: str) -> torch.futures.Future[torch.
 
 
 def checked_value(value: Any, hook_name: str, numel: int) -> torch.Tensor:
-    """Return `value`, the content of a hook's future, or raise HookRunError unless it is a tensor
-    of `numel` elements. If a callback of the future raises it, backward raises a RuntimeError with
-    the same text.
+    """Return `value`, the content of a hook's future, if it is a tensor of `numel` elements.
+
+    Otherwise raise HookRunError. If a callback of the future raises it, backward raises a
+    RuntimeError with the same text.
     """
     if not isinstance(value, torch.Tensor):
         raise HookRunError(

@@ -44,8 +44,9 @@ class StateServer:
     GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a
     tensor, and /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no
     state of this step. GET /status returns what `status` returns, as JSON; /waiting calls
-    `waited_for` before. The connection of GET /watch/ID stays open until this process or the other
-    one closes it; 404 if ID is not this machine. With a `key`, 403 without a proof of the secret.
+    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. The connection
+    of GET /watch/ID stays open until this process or the other one closes it; 404 if ID is not this
+    machine. With a `key`, 403 without a proof of the secret.
 
     Args:
         host: of this machine, at which it listens.
@@ -53,6 +54,7 @@ class StateServer:
             is freed, too, when all have.
         status: returns what to tell about this machine.
         waited_for: is called when another machine has waited for this one for too long.
+        ended: is called when another machine has done its part of a round.
         key: of the secret that all machines share.
     """
 
@@ -62,11 +64,13 @@ class StateServer:
         limit_s: Callable[[], float],
         status: Callable[[], dict[str, Any]],
         waited_for: Callable[[], None] = lambda: None,
+        ended: Callable[[int], None] = lambda round: None,
         key: Key | None = None,
     ) -> None:
         self._limit_s = limit_s
         self._status = status
         self._waited_for = waited_for
+        self._ended = ended
         self._key = key
         self._served: _Served | None = None
         self._lock = threading.Lock()
@@ -149,9 +153,11 @@ class StateServer:
 
     def _answer(self, reply: "_Reply") -> None:
         kind, _, rest = reply.request.path.strip("/").partition("/")
-        if kind in ("status", "waiting"):
+        if kind in ("status", "waiting") or kind == "ended" and rest.isdecimal():
             if kind == "waiting":
                 self._waited_for()
+            if kind == "ended":
+                self._ended(int(rest))
             reply.send(memoryview(json.dumps(self._status()).encode()))
         elif kind == "watch" and urllib.parse.unquote(rest) == self._status().get("id"):
             reply.send(memoryview(b""))

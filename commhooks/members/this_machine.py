@@ -18,6 +18,7 @@ from commhooks.members.lines import Lines
 from commhooks.members.numbers import Numbers
 from commhooks.members.options import Torchft
 from commhooks.members.peers import Connections, RanksOfMachine
+from commhooks.members.round_end import RoundEnd
 from commhooks.members.secret import key_of
 from commhooks.members.state_server import StateServer
 
@@ -31,6 +32,7 @@ class ThisMachine:
         store: the address of its `TCPStore`, in which the ranks of a new group find each other.
         server: of this rank; None if this rank does not exchange.
         lighthouse: on the first rank; None on others.
+        round_end: what this rank has heard of the ends of rounds.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -40,6 +42,9 @@ class ThisMachine:
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
+        self.key = key_of(options.secret)
+        self.client = Client(self.key)
+        self.round_end = RoundEnd(self.client)
         self.numbers = Numbers()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
@@ -50,8 +55,6 @@ class ThisMachine:
         )
         self.id = ranks.first_text(own_id)
         self.store = ""
-        self.key = key_of(options.secret)
-        self.client = Client(self.key)
         self.connections = Connections(self.id, ranks.shard, device, self.timeout_s, self.client)
         failure = ""
         try:
@@ -76,7 +79,14 @@ class ThisMachine:
         host = own_host(address)
         if device.type == "cpu":
             check_interface(host)
-        self.server = StateServer(host, self.timeout_s, self._status, self._is_waited_for, self.key)
+        self.server = StateServer(
+            host,
+            self.timeout_s,
+            self._status,
+            self._is_waited_for,
+            self.round_end.hear,
+            self.key,
+        )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)
             self.store = f"{host}:{self._store.port}"

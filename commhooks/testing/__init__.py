@@ -57,14 +57,16 @@ class _Rules:
         self._tolerance = 1e-5 if compressor.wire_dtype is None else 3e-3
 
     def averages(self) -> Iterator[str]:
-        ranks, random_state, given = self._ranks(4), torch.get_rng_state(), 0.0
+        ranks = self._ranks(4)
+        random_state = torch.get_rng_state()
+        total = 0.0
         for step in range(4):
             yield from self._averaged(ranks, step, 4)
-            given += float(torch.stack(self._gradients(step, 4)).mean(0).norm())
-        if (kept := float(self._mean_residual(ranks).norm())) > given:
+            total += float(torch.stack(self._gradients(step, 4)).mean(0).norm())
+        if (kept := float(self._mean_residual(ranks).norm())) > total:
             yield (
                 f"Its mean residual (norm {kept:.3g}) is larger than all gradients together (norm"
-                f" {given:.3g})."
+                f" {total:.3g})."
             )
         if not torch.equal(random_state, torch.get_rng_state()):
             yield "It draws from torch's global generator, and changes the user's random numbers."
@@ -91,12 +93,12 @@ class _Rules:
             yield "It has written learned state in a step that was not committed."
 
     def resumes(self) -> Iterator[str]:
-        """The learned state must be all that a run needs to go on, also with another number of
-        ranks.
-        """
-        whole, resumed = self._trained(2, steps=3), self._ranks(2)
+        """The learned state must be all that a run needs to go on, also on more or fewer ranks."""
+        whole = self._trained(2, steps=3)
+        resumed = self._ranks(2)
         resumed.states = copy.deepcopy(whole.states)
-        straight, again = self._gradients(3, 2), self._gradients(3, 2)
+        straight = self._gradients(3, 2)
+        again = self._gradients(3, 2)
         whole.step(straight)
         resumed.step(again)
         if not _same(straight, again):
@@ -115,9 +117,7 @@ class _Rules:
             yield from self._averaged(ranks, 4, count)
 
     def sees_parameters(self) -> Iterator[str]:
-        """DDP changes its buckets, so no bit may depend on them. A compressor of whole buckets
-        plans them as such.
-        """
+        """No bit may depend on the buckets, which DDP changes, unless whole buckets are planned."""
         ranks = self._ranks(2)
         if any(plan.state_name for plan in ranks.plans):
             return
@@ -125,12 +125,13 @@ class _Rules:
             name: self._ranks(2, {name: parameter}) for name, parameter in self._parameters.items()
         }
         for step in range(3):
-            together, buckets = self._gradients(step, 2), self._gradients(step, 2)
+            together = self._gradients(step, 2)
+            buckets = self._gradients(step, 2)
             ranks.step(together)
             for slot in ranks.layout.slots:
-                own = [slot.of(bucket).clone() for bucket in buckets]
-                alone[slot.name].step(own)
-                if not _same(own, [slot.of(bucket) for bucket in together]):
+                slices = [slot.of(bucket).clone() for bucket in buckets]
+                alone[slot.name].step(slices)
+                if not _same(slices, [slot.of(bucket) for bucket in together]):
                     yield (
                         f"The result of {slot.name!r} depends on the other parameters in its"
                         " bucket."
@@ -157,7 +158,8 @@ class _Rules:
 
     def _averaged(self, ranks: SimulatedRanks, step: int, count: int) -> Iterator[str]:
         buckets = self._gradients(step, count)
-        wanted, kept = torch.stack(buckets).double().mean(0), self._mean_residual(ranks)
+        wanted = torch.stack(buckets).double().mean(0)
+        kept = self._mean_residual(ranks)
         if not ranks.step(buckets):
             yield f"Its Verdict is false in step {step}, in which all gradients are finite."
         result = buckets[0].double()
@@ -166,9 +168,8 @@ class _Rules:
         if not bool(result.isfinite().all()):
             yield f"The result of step {step} is not finite, but all gradients are."
         elif self._keeps_residual:
-            lost = (wanted + kept - result - self._mean_residual(ranks)).norm() / (
-                wanted + kept
-            ).norm()
+            sent = wanted + kept
+            lost = (sent - result - self._mean_residual(ranks)).norm() / sent.norm()
             if lost > self._tolerance:
                 yield (
                     f"With {count} ranks {lost:.1%} of gradient and residual are neither in the"

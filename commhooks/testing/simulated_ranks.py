@@ -1,6 +1,4 @@
-"""Any number of ranks in one process: the collectives of an exchange are computed as sums of
-tensors.
-"""
+"""Any number of ranks in one process, with collectives that are sums of tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,7 +38,8 @@ class SimulatedRanks:
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
         self._compressors = [new_compressor() for _ in range(world_size)]
-        first, compressor = next(iter(parameters.values())), self._compressors[0]
+        compressor = self._compressors[0]
+        first = next(iter(parameters.values()))
         empty = torch.empty(
             sum(p.numel() for p in parameters.values()), dtype=first.dtype, device=first.device
         )

@@ -1,6 +1,7 @@
-"""Run the `commhooks` command: its arguments, and `commhooks hooks`. The other subcommands are
-modules of this package with a function `run(arguments)`. This module does not import torch, so that
-`--help` and completion are fast.
+"""Run the `commhooks` command: its arguments, and `commhooks hooks`.
+
+The other subcommands are modules of this package with a function `run(arguments)`. This module does
+not import torch, so that `--help` and completion are fast.
 """
 
 import argparse
@@ -51,9 +52,7 @@ have one. Ends with Ctrl-C."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command, and return the exit status. For a `CommHookError`, print one line to stderr
-    and return 1.
-    """
+    """Run the command, and return its status: 1 for a CommHookError, which stderr shows."""
     parser, parsers = make_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     used = parsers.get(parsed.command, parser)

@@ -1,6 +1,4 @@
-"""Helpers of the commands: running the user's code, parsing options, the process group, a
-stopwatch.
-"""
+"""Helpers of the commands: the user's code, options, the process group, a stopwatch."""
 
 import contextlib
 import os
@@ -23,9 +21,10 @@ from commhooks.request import why_not_called
 
 @contextlib.contextmanager
 def user_code(path: str) -> Iterator[None]:
-    """Context manager: run the user's code in the body as `python -m` would without arguments: the
-    current folder is first in `sys.path`, which is restored afterwards. Raises HookConfigError if
-    the code calls `sys.exit`, as `parse_args()` does if an argument is missing.
+    """Context manager: run the user's code in the body as `python -m` would without arguments.
+
+    The current folder is first in `sys.path`, which is restored afterwards. Raises HookConfigError
+    if the code calls `sys.exit`, as `parse_args()` does if an argument is missing.
     """
     argv = sys.argv
     search_path = list(sys.path)
@@ -82,16 +81,17 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def process_group(backend: str | None, example: str) -> Iterator[None]:
-    """Context manager: use the existing process group, or make one of the ranks started by
-    torchrun, on GPUs with the device of LOCAL_RANK. Raises CommandError if torchrun has started no
-    ranks (`example` is a command that does), or `init_process_group` fails. `backend`: nccl, gloo;
-    None: torch's choice.
+    """Context manager: use the existing process group, or make one of torchrun's ranks.
+
+    On GPUs with the device of LOCAL_RANK. Raises CommandError if torchrun has started no ranks
+    (`example` is a command that does), or `init_process_group` fails. `backend`: nccl, gloo; None:
+    torch's choice.
     """
     if dist.is_initialized():
         yield
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise CommandError(f"no process group: start this like the training, such as {example}")
+        raise CommandError(f"no process group: start this like the run, such as {example}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     try:

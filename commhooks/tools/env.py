@@ -1,6 +1,4 @@
-"""`commhooks env`: print what a bug report needs: versions, backends, kernels, interfaces,
-cores.
-"""
+"""`commhooks env`: print what a bug report needs, such as versions, backends and kernels."""
 
 import argparse
 import importlib.metadata

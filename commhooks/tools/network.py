@@ -1,5 +1,6 @@
-"""`commhooks network`: measure the network between the ranks, and predict the time that a training
-step spends on it. docs/commands.md describes the model of the prediction.
+"""`commhooks network`: measure the network, and predict the time that a step spends on it.
+
+docs/commands.md describes the model of the prediction.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from commhooks.comm.nodes import places_of, ranks_by_place
 from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import CommandError, HookConfigError
 from commhooks.plan import new_table, text_of, whole_plan
+from commhooks.registry import COMPRESSORS
 from commhooks.request import HookRequest
 from commhooks.tools.common import process_group, seconds_of
 
@@ -82,9 +84,11 @@ LEGEND = (
     " codec took no time; * with ranks_per_node."
 )
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
-_LARGEST_BYTES, _SMALLEST_BYTES = 32 * 2**20, 64 * 2**10
+_LARGEST_BYTES = 32 * 2**20
+_SMALLEST_BYTES = 64 * 2**10
 _ENOUGH_S = 0.05
-_REPEATS, _PINGS = 3, 5
+_REPEATS = 3
+_PINGS = 5
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -104,13 +108,14 @@ def run(arguments: argparse.Namespace) -> None:
 def measure(
     group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None
 ) -> "NetworkReport":
-    """Measure the network between the ranks of `group`. All of them must call this, and get the
-    same report. `sizes`: numbers of parameters, by the names that the report shows. `step_ms`: the
-    time of a step without a network, if known.
+    """Measure the network between the ranks of `group`; all of them must call this.
+
+    Returns the same report on all ranks. `sizes`: numbers of parameters, by the names that the
+    report shows. `step_ms`: the time of a step without a network, if known.
     """
     if group.size() == 1:
         raise CommandError(
-            "there is one rank, and no network to measure: start as many as the training will have"
+            "there is one rank, and no network to measure: start as many as the run will have"
         )
     began = time.perf_counter()
     on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
@@ -122,9 +127,9 @@ def measure(
     before = sent_bytes()
     link = measure_link(group, device)
     pairs = measure_pairs(pairs_to_measure(list(machines.values())), group, device)
-    own = busiest(before, others=len(machines) > 1)
+    used = busiest(before, others=len(machines) > 1)
     texts = gather_texts(
-        json.dumps([own.name, own.rated_mbit_per_s]), group, device, "the names of the interfaces"
+        json.dumps([used.name, used.rated_mbit_per_s]), group, device, "the names of the interfaces"
     )
     inside = [
         p.mbit_per_s for p in pairs if any({*p.ranks} <= {*ranks} for ranks in machines.values())
@@ -155,8 +160,10 @@ def measure(
 
 @dataclass(frozen=True)
 class Link:
-    """Describes the network as measured on the slowest rank: the rate at which it sends, and
-    receives, in a ring all-reduce of one large buffer, and the time of an all-reduce of one number.
+    """Describes the network as measured on the slowest rank.
+
+    Its rate is that at which the rank sends, and receives, in a ring all-reduce of one large
+    buffer, and its latency the time of an all-reduce of one number.
     """
 
     mbit_per_s: float
@@ -201,8 +208,10 @@ def _without_latency_s(took_s: float, latency_s: float) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """Describes the connection between two ranks: the rate of one large message from the first to
-    the second, and half the round-trip time of one number.
+    """Describes the connection between two ranks.
+
+    Its rate is that of one large message from the first to the second, and its latency half the
+    round-trip time of one number.
     """
 
     ranks: tuple[int, int]
@@ -211,9 +220,10 @@ class Pair:
 
 
 def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return all pairs of ranks. If there are more than `MOST`: one pair per two machines, and one
-    inside a machine; if that is still too many, each machine with the next. `machines`: the ranks
-    of each.
+    """Return all pairs of ranks, or fewer if there are more than `MOST`.
+
+    Then there is one pair per two machines, and one inside a machine; if that is still too many,
+    each machine with the next. `machines`: the ranks of each.
     """
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:
@@ -228,48 +238,50 @@ def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]
 def measure_pairs(
     pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device
 ) -> list[Pair]:
-    found = []
-    for one, other in pairs:
+    measured = []
+    for first, second in pairs:
         row = torch.zeros(2, dtype=torch.float64, device=device)
         try:
-            if group.rank() == one:
-                row.copy_(torch.tensor(_ask(other, group, device)))
-            elif group.rank() == other:
-                _answer(one, group, device)
+            if group.rank() == first:
+                row.copy_(torch.tensor(_ask(second, group, device)))
+            elif group.rank() == second:
+                _answer(first, group, device)
             # the other ranks wait here, so only one pair runs
-            dist.broadcast(row, group=group, group_src=one)
+            dist.broadcast(row, group=group, group_src=first)
         except RuntimeError as error:
-            raise collective_error(
-                f"messages between rank {one} and rank {other}", group, error
-            ) from error
+            messages = f"messages between rank {first} and rank {second}"
+            raise collective_error(messages, group, error) from error
         rate, latency = row.tolist()
-        found.append(Pair((one, other), rate, latency))
-    return found
+        measured.append(Pair((first, second), rate, latency))
+    return measured
 
 
-def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+def _ask(peer: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Return the rate in Mbit/s and the latency in ms to the rank `peer`, which runs `_answer`."""
+
     def there_and_back(size: int) -> None:
-        _send(torch.tensor([size]), other, group, device)
-        _send(torch.zeros(size // 4), other, group, device)
-        _receive(torch.zeros(1), other, group, device)
+        _send(torch.tensor([size]), peer, group, device)
+        _send(torch.zeros(size // 4), peer, group, device)
+        _receive(torch.zeros(1), peer, group, device)
 
     def there_and_back_s(size: int) -> float:
         return seconds_of(lambda: there_and_back(size), device)
 
     round_trip_s = statistics.median([there_and_back_s(4) for _ in range(1 + _PINGS)][1:])
-    size, took_s = _SMALLEST_BYTES, there_and_back_s(_SMALLEST_BYTES)
+    size = _SMALLEST_BYTES
+    took_s = there_and_back_s(size)
     while took_s < _enough_s(round_trip_s) and size < _LARGEST_BYTES:
         size *= 2
         took_s = there_and_back_s(size)
     took_s = min(took_s, there_and_back_s(size))
-    _send(torch.tensor([0]), other, group, device)  # the end
+    _send(torch.tensor([0]), peer, group, device)  # the end
     return 8e-6 * size / _without_latency_s(took_s, round_trip_s), 500 * round_trip_s
 
 
-def _answer(one: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    while size := int(_receive(torch.zeros(1, dtype=torch.int64), one, group, device)):
-        _receive(torch.zeros(size // 4), one, group, device)
-        _send(torch.zeros(1), one, group, device)
+def _answer(peer: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    while size := int(_receive(torch.zeros(1, dtype=torch.int64), peer, group, device)):
+        _receive(torch.zeros(size // 4), peer, group, device)
+        _send(torch.zeros(1), peer, group, device)
 
 
 def _send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -290,8 +302,9 @@ def _receive(
 
 @dataclass(frozen=True)
 class Interface:
-    """Describes a network interface of a machine. The name is "" if unknown, as with InfiniBand,
-    whose bytes Linux does not count.
+    """Describes a network interface of a machine.
+
+    The name is "" if unknown, as with InfiniBand, whose bytes Linux does not count.
     """
 
     name: str = ""
@@ -301,24 +314,24 @@ class Interface:
     def words(self) -> str:
         if not self.name:
             return "interface unknown"
-        return self.name + (
-            f", rated at {bandwidth(self.rated_mbit_per_s)}" if self.rated_mbit_per_s else ""
-        )
+        if not self.rated_mbit_per_s:
+            return self.name
+        return f"{self.name}, rated at {bandwidth(self.rated_mbit_per_s)}"
 
 
 def sent_bytes(system: Path = SYSTEM) -> dict[str, int]:
-    found = {}
+    sent = {}
     for counter in system.glob("*/statistics/tx_bytes"):
         with contextlib.suppress(OSError, ValueError):
-            found[counter.parts[-3]] = int(counter.read_text())
-    return found
+            sent[counter.parts[-3]] = int(counter.read_text())
+    return sent
 
 
 def busiest(before: dict[str, int], others: bool, system: Path = SYSTEM) -> Interface:
     grown = {name: sent - before.get(name, sent) for name, sent in sent_bytes(system).items()}
     if others:
         grown.pop("lo", None)
-    name = max(grown, key=lambda each: grown[each], default="")
+    name = max(grown, key=lambda interface: grown[interface], default="")
     if not name or grown[name] < COUNTED_BYTES:
         return Interface()
     rated = None
@@ -338,9 +351,12 @@ def bandwidth(mbit_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Holds the parameters of the network model: `bandwidth` in bit/s per machine, between
-    machines; `inside` in bit/s per rank, inside a machine; `latency` in seconds per message,
-    between machines.
+    """Holds the parameters of the network model.
+
+    Attributes:
+        bandwidth: bit/s per machine, between machines.
+        inside: bit/s per rank, inside a machine.
+        latency: seconds per message, between machines.
     """
 
     machines: int
@@ -352,25 +368,27 @@ class Cluster:
 
     def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
         """Predict the seconds of the collectives `ops` of each bucket, one after another.
+
         `counted`: bytes in all buckets (see `Counters`), divided equally among `ops`. `together`:
         number of ranks of a machine in one group.
         """
-        ranks, found = self.machines * together, 0.0
+        ranks = self.machines * together
+        total = 0.0
         for op in ops:
             # each rank sends to every other rank
             if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):
-                shares, messages = together * (ranks - together), ranks - together
+                messages = ranks - together
+                shares = together * messages
             else:
-                shares, messages = ranks - 1, _messages(op, ranks, self.backend)
+                messages = _messages(op, ranks, self.backend)
+                shares = ranks - 1
             leaving = 2 * shares / ranks * counted / len(ops)
-            found += 8 * leaving / self.bandwidth + buckets * messages * self.latency
-        return found
+            total += 8 * leaving / self.bandwidth + buckets * messages * self.latency
+        return total
 
 
 def _messages(op: Op, ranks: int, backend: str) -> int:
-    """Return the number of consecutive messages in a ring. NCCL sums in a tree if that needs
-    fewer.
-    """
+    """Return the number of consecutive messages in a ring, or in NCCL's tree if there are fewer."""
     if op == "gather":
         return ranks - 1
     return 2 * min(ranks - 1, math.ceil(math.log2(ranks)) if backend == "nccl" else ranks)
@@ -383,7 +401,8 @@ def cluster_of(
     backend: Literal["nccl", "gloo"],
 ) -> Cluster:
     """Fit the model. If machines have different numbers of ranks, each rank counts as a machine."""
-    ranks, sizes = sum(map(len, machines)), {len(each) for each in machines}
+    ranks = sum(map(len, machines))
+    sizes = {len(ranks_of_machine) for ranks_of_machine in machines}
     together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
     latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
     return Cluster(
@@ -399,6 +418,7 @@ def cluster_of(
 @dataclass(frozen=True)
 class Exchange:
     """Holds the predicted time that a step spends on the network with one hook, on average.
+
     `between_nodes`: whether this is with `ranks_per_node`, because it is faster.
     """
 
@@ -408,14 +428,14 @@ class Exchange:
 
 
 def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
-    parameters = [ParameterInfo(*each) for each in transformer(numel).items()]
-    return [_exchange(candidate, parameters, cluster) for candidate in CANDIDATES]
+    parameters = [ParameterInfo(name, weight) for name, weight in transformer(numel).items()]
+    candidates = [candidate for candidate in CANDIDATES if candidate.hook in COMPRESSORS]
+    return [_exchange(candidate, parameters, cluster) for candidate in candidates]
 
 
 def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cluster) -> Exchange:
-    compressor = HookRequest.parse(candidate.hook, hook_options=candidate.options).new_compressor(
-        total_steps=1
-    )
+    request = HookRequest.parse(candidate.hook, hook_options=candidate.options)
+    compressor = request.new_compressor(total_steps=1)
     assert compressor is not None
     plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
     config = compressor.config
@@ -432,11 +452,12 @@ def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cl
         return among_all
     # Inside a machine every gradient travels twice, as in an all-reduce.
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside
-    return min(
-        among_all,
-        Exchange(candidate, seconds(1) + inside, between_nodes=True),
-        key=lambda each: each.seconds,
-    )
+    between_nodes = Exchange(candidate, seconds(1) + inside, between_nodes=True)
+    return min(among_all, between_nodes, key=_seconds)
+
+
+def _seconds(exchange: Exchange) -> float:
+    return exchange.seconds
 
 
 def parsed_size(text: str) -> float:
@@ -450,8 +471,9 @@ def parsed_size(text: str) -> float:
 
 
 def transformer(numel: float) -> dict[str, torch.Tensor]:
-    """Make a transformer of about `numel` parameters on the meta device: 64 times as wide as deep,
-    like GPT-2.
+    """Make a transformer of about `numel` parameters, 64 times as wide as deep, like GPT-2.
+
+    The tensors are on the meta device.
     """
     width = max(64, 64 * round((64 * numel / 12) ** (1 / 3) / 64))
     layers = max(1, round(numel / (12 * width**2)))
@@ -490,8 +512,8 @@ class NetworkReport:
     def __str__(self) -> str:
         ranks = sum(map(len, self.machines.values()))
         lines = [f"{ranks} ranks, {self.backend}, measured in {self.took_s:.0f} s"]
-        for name, each in self.machines.items():
-            numbers = f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}"
+        for name, ranks_here in self.machines.items():
+            numbers = f"rank{'s' if len(ranks_here) > 1 else ''} {', '.join(map(str, ranks_here))}"
             lines.append(f"  {name}: {numbers}; {self.interfaces[name].words}")
         connections = new_table("Connections")
         for column in ("ranks", "Mbit/s", "latency, ms"):
@@ -508,7 +530,8 @@ class NetworkReport:
             times.add_column(size, justify="right")
         for row in zip(*self.exchanges.values(), strict=True):
             cells = [
-                f"{_figures(each.seconds)}{' *' if each.between_nodes else ''}" for each in row
+                f"{_figures(exchange.seconds)}{' *' if exchange.between_nodes else ''}"
+                for exchange in row
             ]
             times.add_row(row[0].candidate.label, *cells)
         legend = CONNECTIONS_LEGEND + (f" {ONE_MACHINE}" if len(self.machines) == 1 else "")
@@ -520,37 +543,37 @@ class NetworkReport:
 
     def _slow_connections(self) -> list[str]:
         machine = {rank: name for name, ranks in self.machines.items() for rank in ranks}
-        found = []
+        warnings = []
         for where, one_machine in (("between machines", False), ("inside a machine", True)):
             pairs = [
-                each
-                for each in self.pairs
-                if (machine[each.ranks[0]] == machine[each.ranks[1]]) is one_machine
+                pair
+                for pair in self.pairs
+                if (machine[pair.ranks[0]] == machine[pair.ranks[1]]) is one_machine
             ]
             usual = statistics.median(pair.mbit_per_s for pair in pairs) if pairs else 0.0
             worst = min(pairs, key=lambda pair: pair.mbit_per_s, default=None)
             if worst is not None and worst.mbit_per_s < SLOW * usual:
-                found.append(
+                warnings.append(
                     f"Ranks {worst.ranks[0]} and {worst.ranks[1]} reach"
                     f" {bandwidth(worst.mbit_per_s)} where {bandwidth(usual)} is usual {where}:"
                     " every all-reduce waits for the slowest connection. Check this one first."
                 )
-        return found
+        return warnings
 
     def _slow_interfaces(self) -> list[str]:
         reached = self.link.mbit_per_s
         slow = [
-            (name, each)
-            for name, each in self.interfaces.items()
-            if each.rated_mbit_per_s and reached < UNUSED * each.rated_mbit_per_s
+            (name, interface)
+            for name, interface in self.interfaces.items()
+            if interface.rated_mbit_per_s and reached < UNUSED * interface.rated_mbit_per_s
         ]
         if len(self.machines) == 1 or not slow:
             return []
-        name, each = slow[0]
+        name, interface = slow[0]
         others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
         return [
-            f"{name}{others} sends over {each.words}, but reaches {bandwidth(reached)}. Is it the"
-            " right one? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no"
+            f"{name}{others} sends over {interface.words}, but reaches {bandwidth(reached)}. Is it"
+            " the right one? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another (gloo takes no"
             " exclusion such as ^lo). If it is, look at what else uses the network."
         ]
 
@@ -566,21 +589,21 @@ class NetworkReport:
                 ' is needed. Else begin with hook="auto", which measures and chooses;'
                 ' hook="diloco" sends the least. --step-ms names one.'
             )
-        computing, limit = f"beside {self.step_ms:g} ms of computing", SMALL * self.step_ms / 1e3
+        computing = f"beside {self.step_ms:g} ms of computing"
+        limit = SMALL * self.step_ms / 1e3
         if plain.seconds <= limit:
             return f"{spends}, {computing}: nothing needed."
-        small = [each for each in exchanges if each.seconds <= limit]
-        best = small[0] if small else min(exchanges, key=lambda each: each.seconds)
-        options = (
-            f", hook_options={dict(best.candidate.options)!r}" if best.candidate.options else ""
-        )
-        nodes = ', ranks_per_node="auto"' if best.between_nodes else ""
+        small = [exchange for exchange in exchanges if exchange.seconds <= limit]
+        best = small[0] if small else min(exchanges, key=_seconds)
+        arguments = f'hook="{best.candidate.hook}"'
+        if best.candidate.options:
+            arguments += f", hook_options={dict(best.candidate.options)!r}"
+        if best.between_nodes:
+            arguments += ', ranks_per_node="auto"'
+        verdict = "small" if small else "the least of all, but not small"
         return (
-            f'{spends}. With hook="{best.candidate.hook}"{options}{nodes} it would be'
-            f" {_duration(best.seconds)}: "
-            f"{'small' if small else 'the least of all, but not small'} {computing}. Compare the"
-            " last loss with plain "
-            "DDP's."
+            f"{spends}. With {arguments} it would be {_duration(best.seconds)}: {verdict}"
+            f" {computing}. Compare the last loss with plain DDP's."
         )
 
 

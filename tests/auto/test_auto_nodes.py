@@ -1,6 +1,4 @@
-"""`auto` where ranks form nodes, and on shards of FSDP2: it tries what is fast there, and all ranks
-decide alike.
-"""
+"""`auto` between nodes and on shards tries what is fast there, and all ranks decide alike."""
 
 import dataclasses
 import os
@@ -43,9 +41,7 @@ START = {
 
 
 def _on_an_accelerator(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Where the host does not read what is computed, with gloo's collectives, which has messages on
-    the CPU only.
-    """
+    """As on an accelerator: the host reads nothing, and gloo's collectives carry the messages."""
     with masks(), mock.patch.object(PointToPoint, "applies_to", return_value=False):
         return _as_by_name(options, count)
 
@@ -131,9 +127,7 @@ ARRANGEMENTS = [
 
 
 def _offered() -> list[tuple[set[str], int]]:
-    """In each arrangement the candidates after the measuring, and the ranks per node in what is
-    saved.
-    """
+    """Return the measured candidates and the saved ranks per node of each arrangement."""
     register_compressor(PrescribedAutoCompressor)
     results = []
     for ranks_per_node, machines, unused, _ in ARRANGEMENTS:

@@ -1,6 +1,4 @@
-"""The decision of `auto` in the checkpoint: kept on resume, made anew with other ranks, refused if
-damaged.
-"""
+"""A resume keeps the decision of `auto`, renews it with other ranks, and refuses a damaged one."""
 
 import dataclasses
 import math

@@ -1,6 +1,4 @@
-"""`auto` in training: what it decides is done, as if it had been asked for by name; at, before and
-after the change.
-"""
+"""A decision of `auto` trains as if its hook had been asked for by name."""
 
 import math
 import threading
@@ -214,9 +212,7 @@ def test_ranks_with_different_decisions_say_so(run_ranks: Any, differ: str) -> N
 
 
 def test_a_save_in_another_thread_does_not_wait_for_the_decision() -> None:
-    """A joint save holds the lock while it waits for the other ranks, whose training may wait for
-    this rank's.
-    """
+    """A joint save holds the lock while it waits for ranks whose training may wait for this one."""
     with process_group_of_one():
         run = new().train(2)  # decides with the next pass
         saved: list[Any] = []

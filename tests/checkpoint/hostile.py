@@ -1,6 +1,7 @@
 """Makes damaged and hostile payloads: random changes of good ones, equal for equal seeds."""
 
 import copy
+import functools
 import io
 import os
 import random
@@ -56,57 +57,20 @@ def _in_itself() -> list[Any]:
     return endless
 
 
-VALUES: list[Callable[[], Any]] = [
-    lambda value=value: value
-    for value in (  # type: ignore[misc]
-        None,
-        True,
-        False,
-        0,
-        1,
-        2,
-        -1,
-        7,
-        2**31,
-        2**61,
-        2**62,
-        2**63,
-        2**70,
-        -(2**70),
-        10**400,
-        10**5000,
-        0.0,
-        0.5,
-        1.0,
-        -1.0,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-        5e-324,
-        1e-30,
-        1e-38,
-        1e30,
-        1e38,
-        1e308,
-        "",
-        "powerSGD",
-        "mean",
-        "per_rank",
-        "none",
-        "1",
-        "\ud800",
-        "z\u0308\u202e",
-        "x" * 100_000,
-        b"mean",
-        "né".encode("utf-16"),
-        1j,
-        torch.float16,
-        torch.device("cpu"),
-        torch.Size([2, 3]),
-        (),
-        (1, 2),
-    )
-] + [
+def _same(value: Any) -> Any:
+    return value
+
+
+_CONSTANTS: list[Any] = [
+    *(None, True, False),
+    *(0, 1, 2, -1, 7, 2**31, 2**61, 2**62, 2**63, 2**70, -(2**70), 10**400, 10**5000),
+    *(0.0, 0.5, 1.0, -1.0, float("nan"), float("inf"), float("-inf")),
+    *(5e-324, 1e-30, 1e-38, 1e30, 1e38, 1e308),
+    *("", "powerSGD", "mean", "per_rank", "none", "1"),
+    *("\ud800", "z\u0308\u202e", "x" * 100_000, b"mean", "né".encode("utf-16")),
+    *(1j, torch.float16, torch.device("cpu"), torch.Size([2, 3]), (), (1, 2)),
+]
+VALUES: list[Callable[[], Any]] = [functools.partial(_same, value) for value in _CONSTANTS] + [
     list,
     dict,
     set,
@@ -204,20 +168,8 @@ def _delete(payload: Any, path: Path, rng: random.Random) -> str:
 def _rename(payload: Any, path: Path, rng: random.Random) -> str:
     inside = at(payload, path[:-1])
     item = inside.pop(path[-1])
-    key = rng.choice(
-        [
-            f"{path[-1]}x",
-            str(path[-1]).upper(),
-            "",
-            0,
-            None,
-            b"step",
-            (1,),
-            "\ud800",
-            "a\0b",
-            10**5000,
-        ]
-    )
+    names = [f"{path[-1]}x", str(path[-1]).upper(), "", "\ud800", "a\0b"]
+    key = rng.choice([*names, 0, None, b"step", (1,), 10**5000])
     if isinstance(inside, dict):
         inside[key] = item
     return f"renamed to {type(key).__name__}"
@@ -248,17 +200,7 @@ def _exchange(payload: Any, path: Path, rng: random.Random) -> str:
     return "exchanged"
 
 
-CHANGES = [
-    _replace,
-    _replace,
-    _replace,
-    _change_tensor,
-    _change_tensor,
-    _delete,
-    _rename,
-    _add,
-    _exchange,
-]
+CHANGES = [*[_replace] * 3, *[_change_tensor] * 2, _delete, _rename, _add, _exchange]
 
 
 def changed(payload: Any, donor: Any, rng: random.Random) -> tuple[Any, str]:

@@ -250,7 +250,7 @@ def test_each_rank_has_its_own_state_of_a_users_hook() -> None:
         "world_size": 2,
     }
     split_up = [split(saved | {"hook_state": {"rank": rank}}, rank) for rank in range(2)]
-    shared, part = split_up[0][0], split_up[1][1]
+    (shared, _), (_, part) = split_up
     assert problem_of_part(shared, part, 1) is None
     assert ranks_needed(shared, 1, 2) == [1] and ranks_needed(shared, 1, 3) == []
     assert merge(shared, [part], 1, 2)["hook_state"] == {"rank": 1}

@@ -279,7 +279,8 @@ def test_lightning_loads_no_optimizer_before_the_payload_is_checked() -> None:
         subject = power_sgd()
         optimizer = torch.optim.SGD(subject.ddp.parameters(), lr=0.5)
         strategy = CommHookDDP("powerSGD")
-        strategy._comm_hook, strategy.optimizers = subject.hook, [optimizer]
+        strategy._comm_hook = subject.hook
+        strategy.optimizers = [optimizer]
         states = torch.optim.SGD(subject.ddp.parameters(), lr=0.1).state_dict()
         checkpoint = {"optimizer_states": [states], "commhooks": subject.good[0] | {"step": -1}}
         with pytest.raises(PayloadError, match="'step' is -1"):

@@ -407,9 +407,9 @@ def saved_in_every_world(worker_pool: Any) -> dict[int, list[Any]]:
 def test_a_run_resumes_from_any_number_of_ranks(
     run_ranks: Any, saved_in_every_world: dict[int, list[Any]], after: int
 ) -> None:
-    saved = {
-        before: [rank["saved"] for rank in ranks] for before, ranks in saved_in_every_world.items()
-    }
+    saved = {}
+    for before, ranks in saved_in_every_world.items():
+        saved[before] = [rank["saved"] for rank in ranks]
     results = run_ranks(_load_in_every_way, saved, world_size=after)
     for (before, how), first in results[0].items():
         ranks = [result[before, how] for result in results]

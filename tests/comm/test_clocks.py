@@ -1,6 +1,4 @@
-"""Times on an accelerator come from events that nobody waits for; here the events are made of the
-host's clock.
-"""
+"""Times on an accelerator come from events that nobody waits for (here: the host's clock)."""
 
 import contextlib
 import threading

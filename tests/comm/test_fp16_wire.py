@@ -41,9 +41,7 @@ def _two_scales(scale: float, masked: bool, kernel: str) -> tuple[list[Gradients
     [(1e-3, False, "native"), (300.0, False, "torch"), (300.0, True, "torch")],
 )
 def test_what_travels_grows_with_the_gradient_not_with_its_square(run_ranks, scale, masked, kernel):
-    """P and Q of gradients of this size fit into fp16; their squares would be clamped, or rounded
-    to zero.
-    """
+    """P and Q of such gradients fit into fp16; their squares would be clamped or become zero."""
     for fp16, float32 in run_ranks(_two_scales, scale, masked, kernel):
         for got, expected in zip(fp16, float32, strict=True):
             assert worst_error(got, expected) < 0.02

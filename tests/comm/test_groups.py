@@ -1,6 +1,4 @@
-"""A DDP model on a sub-group, and a process group of its own for the hook: averages over that group
-alone.
-"""
+"""A hook averages over the model's own process group, or over one of the hook's, and no further."""
 
 from collections.abc import Callable
 from functools import partial
@@ -110,9 +108,7 @@ def test_averages_over_the_group_only(run_ranks, name, how, ddp_on_pair):
 
 
 def saved_on_a_sub_group(residual: str, gather: bool) -> None:
-    """Ranks 0 and 1 of 3 save together, and go on from it in a new model; rank 2 takes no part in
-    anything.
-    """
+    """Let ranks 0 and 1 of 3 save and resume in a new model; rank 2 takes no part."""
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return
@@ -140,9 +136,7 @@ def test_save_and_resume_on_a_sub_group(run_ranks, residual, gather):
 
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
 def test_all_ranks_make_all_groups_on_the_device_of_the_model(bound: torch.device | None) -> None:
-    """NCCL splits the communicator of a default group with a device, which all of its ranks must do
-    together.
-    """
+    """All ranks must split NCCL's communicator of a group with a device together."""
     device = torch.device("cuda", 1)
     calls = []
     with (

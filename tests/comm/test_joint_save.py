@@ -1,6 +1,4 @@
-"""Saves that not every rank joins: bounded, harmless, marked; and the next joint one is exact
-again.
-"""
+"""Saves that not every rank joins end in time, do no harm and are marked inexact."""
 
 import io
 import logging
@@ -184,9 +182,7 @@ def test_an_accelerator_averages_in_pieces_over_the_models_group(
 
 
 def _keys_left() -> tuple[int, list[int]]:
-    """Keys in the store of the process group after a joint save: the first one, and those that
-    follow failed ones.
-    """
+    """Return the keys in the group's store after joint saves that succeed and that fail."""
     run = _run()
     store = store_of(dist.group.WORLD)
     rank = dist.get_rank()
@@ -244,9 +240,7 @@ def test_a_second_save_at_the_same_step_exchanges_nothing(run_ranks: Any) -> Non
 
 
 def _saved_in_mid_commit() -> tuple[bool, str]:
-    """A signal handler may save while the state is being written: then the residuals are not to be
-    trusted.
-    """
+    """A signal handler may save while the state is being written: it cannot trust the residuals."""
     run = _run()
     session_of(run.hook).held.in_commit = True
     saved = run.hook.state_dict(residual="per_rank")
@@ -355,9 +349,7 @@ def test_one_rank_warns(run_ranks: Any, case: str, speakers: list[int], reason: 
 
 
 def _sharded() -> list[tuple[bool, list[str]]]:
-    """Saves in which a rank of one shard fails, every rank, and none: which are exact, and what is
-    logged on this rank.
-    """
+    """Return which saves are exact, and what is logged, when ranks of a shard fail."""
     model, hook = attached(2, 2, hook_options=OPTIONS)
     backward(model, random_gradients(0))
     saver = hook._hook.checkpointer.joint_save()

@@ -1,6 +1,4 @@
-"""A rank that has ended or hangs is named by all others, also by those that communicate only with
-ranks that failed in turn.
-"""
+"""All other ranks name a rank that has ended or hangs, even if they never communicate with it."""
 
 import contextlib
 import gc

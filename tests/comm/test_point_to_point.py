@@ -1,6 +1,4 @@
-"""All-to-all and all-gather as messages: what gloo's own collectives give, also with many in
-flight.
-"""
+"""All-to-all and all-gather by messages give what gloo's own collectives give."""
 
 import gc
 from datetime import timedelta
@@ -106,10 +104,8 @@ def test_messages_give_what_gloos_collectives_give(run_ranks: Any, world_size: i
 
 
 def _too_few() -> str:
-    """Rank 1 begins only two of three exchanges, and rank 0 leaves the second one alone: the error
-    is the time limit's. Nothing may be taken for another.
-    """
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    """Rank 1 begins two of three exchanges: rank 0 gets the time limit's error for the third."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))
     messages = PointToPoint()
     for number in range(2 if dist.get_rank() == 1 else 3):
         rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
@@ -131,9 +127,7 @@ def test_messages_are_not_taken_for_each_other(run_ranks: Any) -> None:
 
 
 def _failed_half_way() -> list[int]:
-    """How many messages are held: after a failure between two of them, when the session is gone,
-    after later ones have arrived, and when another group has ended.
-    """
+    """Return how many messages are held after a failure, later messages and the end of a group."""
     group = dist.group.WORLD
     messages = PointToPoint()
     assert group is not None

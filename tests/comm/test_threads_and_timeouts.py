@@ -1,6 +1,4 @@
-"""Waits are bounded and say what they waited for; a saver in another thread never sees two steps
-mixed.
-"""
+"""Waits are bounded and say what they waited for; a saving thread never mixes two steps."""
 
 import threading
 import time
@@ -19,7 +17,7 @@ OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0}
 
 def _leaves() -> tuple[str, float] | None:
     """Rank 1 stops taking part after two steps, as if it hung."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))
     ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.001, process_group=group)
     hook = commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
     for step in range(3):
@@ -45,9 +43,7 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
 
 
 def _saving_thread() -> tuple[int, int, list[str]]:
-    """Another thread saves again and again while training goes on: each Q must be that of its
-    step.
-    """
+    """Save again and again in another thread during training: each Q must be that of its step."""
     run = Run.new(hook_options=OPTIONS)
     q_at: dict[int, torch.Tensor] = {}
     saved: list[tuple[int, torch.Tensor, torch.Tensor]] = []

@@ -62,9 +62,7 @@ def _operators(hook: str, layers: int, world_size: int, dtype: torch.dtype) -> i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hook", ["int8", "int4"])
 def test_operators_depend_on_neither_parameters_nor_ranks(hook: str, dtype: torch.dtype) -> None:
-    """But for sums over the ranks, of blocks and of vectors, which take one operator more for twice
-    the ranks, and for copies without padding, where a message has some.
-    """
+    """Only sums over the ranks take one operator more for twice the ranks."""
     count = _operators(hook, 2, 2, dtype)
     assert count < 120 and abs(_operators(hook, 30, 2, dtype) - count) <= 2
     assert _operators(hook, 2, 64, dtype) - count <= 2 * 5 + 2

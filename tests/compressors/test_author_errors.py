@@ -1,6 +1,4 @@
-"""What the author of a compressor can get wrong ends in an error that names it, never in a hang or
-a wrong result.
-"""
+"""A mistake of a compressor's author is an error that names it, never a hang or a wrong result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

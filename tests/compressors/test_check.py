@@ -1,6 +1,4 @@
-"""`commhooks.testing.check`: every compressor of ours keeps the rules, and each broken rule is
-named.
-"""
+"""`commhooks.testing.check` accepts our compressors and names each broken rule."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Ranks whose compressor sends different things are told which Send it is, all of them; without
-that gloo would end the process, or they would wait for each other.
-"""
+"""All ranks are told which Send differs between them, where gloo would hang or abort."""
 
 import dataclasses
 import re

@@ -1,6 +1,4 @@
-"""Parameters without elements, in buckets beside others and in a bucket of their own, change no bit
-of the others. On shards they cannot be: FSDP2 refuses them in the backward pass (torch 2.13).
-"""
+"""Parameters without elements change no bit of the others. FSDP2 refuses them itself."""
 
 from typing import Any
 
@@ -27,9 +25,7 @@ class _Empty(nn.Module):
 
 
 def _model(empty: bool) -> nn.Sequential:
-    """`empty`: with parameters without elements beside the others, and of another dtype in a bucket
-    of their own.
-    """
+    """`empty`: also has parameters without elements, some in a bucket of their own."""
     model = make_model()
     if empty:
         model.append(_Empty((0, 3), (4, 0, 2), (0,)))
@@ -38,9 +34,7 @@ def _model(empty: bool) -> nn.Sequential:
 
 
 def _trained(name: str, *forms: str, **more: Any) -> dict[bool, list[torch.Tensor]]:
-    """The weights with and without empty parameters: at the end, and of runs that went on from a
-    save in each form.
-    """
+    """Return the weights with and without empty parameters, at the end and after saves."""
     kind = EVERY[name]
     weights = {}
     for empty in (False, True):

@@ -1,6 +1,4 @@
-"""What every compressor promises, for one of each sort, on a model sharded by `fully_shard` with
-two replicas of two shards.
-"""
+"""One compressor of each sort keeps its promises on two replicas of two shards."""
 
 import logging
 from typing import Any

@@ -1,6 +1,4 @@
-"""`Compressor.collectives`, from which times are predicted, and which messages wait for others, are
-those sent.
-"""
+"""`Compressor.collectives`, from which times are predicted, names what is really sent."""
 
 from collections import Counter
 from typing import Any

@@ -35,9 +35,7 @@ class Seen:
 
 @contextlib.contextmanager
 def late_answers() -> Iterator[Seen]:
-    """In the body every asynchronous collective of dense tensors, of those that hooks use, answers
-    `DELAY_S` seconds late, or more.
-    """
+    """In the body each asynchronous collective of a dense tensor answers `DELAY_S` late."""
     seen = Seen()
     reduce = dist.all_reduce
     gather = getattr(dist, ALL_GATHER)

@@ -1,5 +1,4 @@
-"""Where a test body runs: the CPU, the CPU taken for an accelerator, and a GPU with gloo and with
-NCCL.
+"""A test body runs on the CPU, on the CPU taken for an accelerator, and on a GPU, twice.
 
     @pytest.mark.parametrize("place", PLACES)
     def test_something(run_ranks, place):
@@ -9,7 +8,7 @@ NCCL.
         with entered(place) as here:
             model.to(here.device); DistributedDataParallel(model, process_group=here.group)
 
-The first two run in `make test`, the others in `make test-cuda`.
+The first two run in `make test`, the others (a GPU with gloo and with NCCL) in `make test-cuda`.
 """
 
 import contextlib
@@ -57,9 +56,7 @@ def entered(place: str) -> Iterator[Here]:
 
 
 def same(place: str, got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal bit for bit on the CPU; up to 1 % of the norm on a GPU, where kernels may add in
-    another order each time, and a number in 16 bits may then be rounded to its other neighbour.
-    """
+    """Equal bit for bit on the CPU; within 1 % of the norm on a GPU, where the order may vary."""
     if not on_cuda(place):
         return torch.equal(got, expected)
     return (

@@ -105,9 +105,7 @@ def missing() -> str:
 
 
 def run_tests(arguments: list[str]) -> Results:
-    """Runs pytest in this process, with `arguments`, and the settings of pyproject.toml that need
-    no plugin.
-    """
+    """Run pytest in this process with the settings of pyproject.toml that need no plugin."""
     import pytest
 
     results = Results()

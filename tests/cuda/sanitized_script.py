@@ -1,11 +1,11 @@
-"""A training under torch's CUDA sanitizer, started by tests/cuda/test_gpu_sanitizer.py with
-TORCH_CUDA_SANITIZER=1.
+"""Trains under torch's CUDA sanitizer; test_gpu_sanitizer.py starts it with TORCH_CUDA_SANITIZER=1.
 
     sanitized_script.py plain     DDP without a hook: what the sanitizer says of torch itself
-    sanitized_script.py race      a kernel reads what another stream is still writing: the sanitizer
-    must object sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
+    sanitized_script.py race      a kernel reads what another stream is still writing: the
+                                  sanitizer must object
+    sanitized_script.py HOOK      `powerSGD`, `same`, `bf16`
 
-The sanitizer prints each race and raises. Prints "done" at the end.
+The sanitizer prints each race and raises. The script prints "done" at the end.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""A real GradScaler: its step skips an overflow, its update changes the scale, and the residuals
-follow it.
-"""
+"""A real GradScaler skips an overflow and changes its scale, and the residuals follow it."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""torch's CUDA sanitizer, which sees accesses from two streams without an event between them, finds
-none of ours.
-"""
+"""torch's CUDA sanitizer finds no access from two streams without an event between them."""
 
 import os
 import subprocess

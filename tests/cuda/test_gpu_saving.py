@@ -1,6 +1,4 @@
-"""Saving and loading on a GPU, also from another thread while training goes on, with answers that
-come late.
-"""
+"""A GPU's state is saved and loaded whole, also from another thread, with late answers."""
 
 import threading
 import time
@@ -62,9 +60,7 @@ def _learned(payload: dict[str, Any]) -> torch.Tensor:
 
 
 def _saving_thread(place: str) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Step, what a thread saved while the training went on, and what a training without that thread
-    has there.
-    """
+    """Return the steps that a thread saved during training, beside those of a run without it."""
     with entered(place) as here, late_answers():
         plain = _new(here)
         expected = []

@@ -1,6 +1,4 @@
-"""Training on a GPU: the CPU's results, non-finite steps, and a model that was wrapped on a side
-stream.
-"""
+"""Training on a GPU gives the CPU's results, skips bad steps, and works from a side stream."""
 
 import contextlib
 from typing import Any

@@ -1,6 +1,4 @@
-"""Answers that come late change nothing: every read waits for its collective; see
-`late_answers.py`.
-"""
+"""Late answers change nothing: every read waits for its collective (see `late_answers.py`)."""
 
 import contextlib
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names and arguments, and
-torch's examples run.
-"""
+"""torch's names and arguments work with our drop-in module, and torch's examples run."""
 
 import ast
 import inspect
@@ -41,8 +39,7 @@ OURS = {
 EVERY_NAME = [(module, name) for module, names in NAMES.items() for name in names]
 
 
-# --------------------------------------------------------------------------------------------------
-# signatures
+# ---- signatures ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module, name", EVERY_NAME, ids=[name for _, name in EVERY_NAME])
@@ -76,8 +73,7 @@ def test_the_state_has_the_ten_arguments_as_attributes():
     assert state.iter == 0
 
 
-# ------------------------------------------------------------------------------------------------
-# docstring examples
+# ---- docstring examples --------------------------------------------------------------------------
 
 
 def docstring_examples() -> dict[str, str]:
@@ -135,8 +131,7 @@ def test_torchs_example_runs(run_ranks, name):
             assert "state" not in code
 
 
-# ------------------------------------------------------------------------------ torch's example of
-# saving and reloading
+# ---- torch's example of saving and reloading -----------------------------------------------------
 
 
 class SimpleModel(nn.Module):

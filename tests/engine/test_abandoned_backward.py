@@ -1,6 +1,4 @@
-"""An exception in the middle of a backward pass leaves the last committed step behind, for a new
-DDP to go on from.
-"""
+"""After an exception in a backward pass a new DDP goes on from the last committed step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -96,9 +94,7 @@ def _train(way: str, fail: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
 def _fail_in_mid_backward(
     model: torch.nn.Sequential, loss: Callable[[], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """A backward pass with an exception in user code, on all ranks; returns the buffers of the
-    all-reduces that it began, or the answers of its messages.
-    """
+    """Raise in user code on all ranks, and return the buffers and answers still in flight."""
     begun: list[torch.Tensor] = []
     original = dist.all_reduce
     exchange = PointToPoint.exchange
@@ -131,9 +127,7 @@ def _fail_in_mid_backward(
 
 
 def _finish_late(begun: list[torch.Tensor]) -> Any:
-    """The network may write the answers of the abandoned pass whenever it likes; here, while the
-    next one waits.
-    """
+    """The network may write the abandoned pass's answers at any time, here in the next pass."""
 
     class Late:
         def __init__(self, work: dist.Work) -> None:

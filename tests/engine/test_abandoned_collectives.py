@@ -1,6 +1,4 @@
-"""After an exception in a hook, nothing that it began writes into a gradient bucket later, or a
-warning is logged.
-"""
+"""After an exception in a hook nothing writes into a gradient bucket, or a warning is logged."""
 
 import time
 from typing import Any

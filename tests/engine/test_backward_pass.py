@@ -17,9 +17,7 @@ TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
 
 class Log:
-    """A backward pass, and what happened in it, in order: ("sent", "P0"), ("waited", "P0"),
-    ("committed 0", True).
-    """
+    """Runs a backward pass and notes, in order, what was sent, waited for and committed."""
 
     def __init__(self) -> None:
         group: Any = None

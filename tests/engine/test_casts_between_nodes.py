@@ -1,6 +1,4 @@
-"""Hooks without learned state between nodes: exact inside a node, cast between nodes, saved as
-without nodes.
-"""
+"""Hooks without learned state are exact inside a node and cast between nodes."""
 
 import copy
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""Ranks that ask for different hooks, or have different models, are told so at `attach`, all of
-them.
-"""
+"""`attach` tells all ranks when they ask for different hooks or have different models."""
 
 import contextlib
 import io
@@ -122,9 +120,7 @@ def test_rank_0_says_the_reason_in_a_line_before_the_tracebacks(run_ranks: Any) 
 
 
 def _models() -> list[str]:
-    """DDP itself compares the shapes of what it reduces; names and what is frozen it does not
-    see.
-    """
+    """DDP itself compares the shapes of what it reduces, but not names or what is frozen."""
     renamed, frozen = make_model(), make_model()
     if dist.get_rank() == 1:
         renamed = torch.nn.Sequential(*renamed[:7], torch.nn.Identity(), renamed[7])
@@ -172,7 +168,7 @@ def test_a_model_with_nothing_to_reduce_is_refused(run_ranks: Any) -> None:
 
 
 def _left_alone() -> tuple[str, float] | None:
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     ddp = DistributedDataParallel(make_model(), process_group=group)
     if dist.get_rank() == 1:
         return None
@@ -192,9 +188,7 @@ def test_a_rank_that_does_not_attach_is_named(run_ranks: Any) -> None:
 
 
 def _object_options() -> tuple[int, list[str]]:
-    """Options that are objects are told apart by their type: their text may differ although they
-    are alike.
-    """
+    """Options that are objects are compared by their type, because their text may differ."""
     if "made_of_objects" not in commhooks.available_hooks():
         commhooks.register_hook("made_of_objects", made)
     with log_lines() as lines:

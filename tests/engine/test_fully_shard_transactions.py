@@ -1,6 +1,4 @@
-"""A step with an inf or a NaN on any rank changes nothing on all ranks of the model, also those
-with other shards.
-"""
+"""A non-finite number on any rank changes nothing on all ranks, whatever their shards."""
 
 from typing import Any
 
@@ -59,9 +57,7 @@ def test_a_bad_step_changes_nothing_anywhere(run_ranks: Any) -> None:
 
 
 def _different_steps() -> str:
-    """The step differs between the ranks with different shards, and is equal where gradients are
-    averaged.
-    """
+    """Let the step differ between shards but not between the ranks that average."""
     model, hook = attached(2, 2, hook_options=POWERSGD)
     session_of(hook).state.step = dist.get_rank() % 2
     with pytest.raises(HookRunError) as error:

@@ -1,6 +1,4 @@
-"""Ranks in nodes: the same numbers as without nodes, for a share of the work, and checkpoints of
-either kind.
-"""
+"""Ranks in nodes compute what they compute without nodes, and load either kind of checkpoint."""
 
 import contextlib
 import copy
@@ -73,9 +71,7 @@ def _far(got: torch.Tensor, wanted: torch.Tensor) -> float:
     [("powerSGD", False), ("powerSGD", True), ("int8", True)],
 )
 def test_results_are_those_without_nodes(run_ranks: Any, kind: str, masked: bool) -> None:
-    """`masked`: the host does not read what is computed, and the collectives are gloo's, as on an
-    accelerator.
-    """
+    """`masked`: as on an accelerator, the host reads nothing, and the collectives are gloo's."""
     ranks = run_ranks(_both, kind, masked, world_size=4)
     first = ranks[0]
     # int8 rounds what leaves a node, not what leaves a rank: other noise.
@@ -110,7 +106,7 @@ def _memory(kind: str) -> dict[str, Any]:
         "residuals": sum(residual.nbytes for residual in residuals(run.hook).values()),
         "learned": sum(t.nbytes for t in session.state["q"].values()),
         "buffers": sum(
-            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.own)
+            t.untyped_storage().nbytes() for s in shares for t in (s._results, s.averages, s.share)
         ),
         "results once": all(
             len(s.results(session.state)) == s.from_owners[1][s._local_rank] for s in shares

@@ -1,6 +1,4 @@
-"""Compressors that learn nothing run at once, with one collective per bucket; what else they ask
-for is an error.
-"""
+"""Compressors that learn nothing run at once, with one collective per bucket and nothing more."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,6 +1,4 @@
-"""A pipeline of two stages on two replicas: each stage's replicas average over a group of their
-own, with a hook.
-"""
+"""The replicas of each pipeline stage average over a group of their own, with a hook."""
 
 from typing import Any
 
@@ -40,9 +38,7 @@ def _wrapped(
 
 
 def _attach(ddp: DistributedDataParallel) -> commhooks.CommHook:
-    """After the first step: there, torch's schedule infers shapes, and DDP then averages the first
-    micro-batch twice, which changes nothing but would count as a step.
-    """
+    """Count from the second step: in the first, DDP averages the first micro-batch twice."""
     return commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
 
 

@@ -1,6 +1,4 @@
-"""While the host waits for an accelerator to tell of its steps, a signal, an interrupt or another
-thread may come.
-"""
+"""A signal, an interrupt or another thread may come while the host waits for an accelerator."""
 
 import contextlib
 import signal
@@ -37,9 +35,7 @@ class Training:
             self.ddp(batch(number)).square().mean().backward()
 
     def while_waiting(self, event: Callable[[], Any]) -> None:
-        """`event` happens when the host has the device's answer, before it does anything with
-        it.
-        """
+        """Let `event` happen when the host has the device's answer and has not used it yet."""
         held = session_of(self.hook).held
         good, *rest = held._unread
         held._unread = (_Verdict(good, event), *rest)
@@ -127,9 +123,7 @@ def test_an_interrupt_while_the_host_waits_loses_no_step() -> None:
 
 
 def test_a_pass_waits_for_a_thread_that_counts_steps() -> None:
-    """Otherwise this rank would not know that compression begins with this pass, and send something
-    else.
-    """
+    """Otherwise this rank would send something else in the pass in which compression begins."""
     training = Training(start=5)
     waiting = threading.Event()
     go_on = threading.Event()

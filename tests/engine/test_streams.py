@@ -1,6 +1,4 @@
-"""What waits for what on CUDA: the codec, the caller and a thread that saves, with stand-ins for
-streams and events.
-"""
+"""On CUDA the codec, the caller and a saving thread wait for what they read (with stand-ins)."""
 
 import contextlib
 import threading
@@ -65,9 +63,7 @@ class Training:
         return self
 
     def step_with(self, in_the_middle: Callable[[], Any]) -> None:
-        """A step that calls `in_the_middle` of its backward pass, when the first bucket has been
-        sent.
-        """
+        """Run a step that calls `in_the_middle` once its first bucket has been sent."""
         handle = self.model[2].register_full_backward_hook(lambda *_: in_the_middle())
         self.step()
         handle.remove()

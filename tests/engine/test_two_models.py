@@ -32,9 +32,7 @@ Sent = list[tuple[int, torch.dtype, bool]]
 
 @contextmanager
 def all_reduces() -> Iterator[Sent]:
-    """Elements, dtype and whether asynchronous (all of the hooks' are) of each all-reduce that this
-    rank issues.
-    """
+    """Record elements, dtype and asynchrony of each all-reduce that this rank issues."""
     sent: Sent = []
     original = dist.all_reduce
 
@@ -46,8 +44,7 @@ def all_reduces() -> Iterator[Sent]:
         yield sent
 
 
-# ------------------------------------------------------------------------- two backward passes in
-# one autograd graph
+# ---- two backward passes in one autograd graph ---------------------------------------------------
 
 
 class Chain(Prescribed):

@@ -82,9 +82,7 @@ def test_owners_share_the_work() -> None:
 
 
 def test_owners_share_every_bucket() -> None:
-    """Not only the whole model: a rank without a share of a bucket would leave its network card
-    idle.
-    """
+    """A rank without a share of some bucket would leave its network card idle."""
     layer = {
         "norm": 1,
         "attention": WINDOW_NUMEL // 4,

@@ -1,6 +1,4 @@
-"""A backward pass with a Python hook cannot be captured in a CUDA graph: every kind of hook
-refuses.
-"""
+"""Every hook refuses CUDA graphs, which cannot capture a backward pass with a Python hook."""
 
 from collections.abc import Callable
 from typing import Any

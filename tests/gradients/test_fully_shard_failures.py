@@ -108,8 +108,6 @@ def _commit_fails() -> list[tuple[bool, bool]]:
 @fully_shard_on_gloo
 @reset_iter_state
 def test_the_commit_after_one_that_failed_is_whole_again(run_ranks: Any) -> None:
-    """What is saved after a failed commit lacks the residuals; what is saved after the next one
-    does not.
-    """
+    """A save after a failed commit lacks the residuals; a save after the next commit has them."""
     for results in run_ranks(_commit_fails):
         assert results == [(False, False), (True, True), (False, False)]

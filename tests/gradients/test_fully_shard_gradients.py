@@ -1,6 +1,4 @@
-"""Averaged gradients of a model sharded by `fully_shard`: the mean, then those of the slow oracle
-of PowerSGD.
-"""
+"""Averaged gradients on shards are the mean, then those of the slow oracle of PowerSGD."""
 
 from typing import Any
 

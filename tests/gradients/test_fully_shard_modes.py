@@ -1,6 +1,4 @@
-"""FSDP2's options and users' habits: the averaged gradient is right in each of them, and nothing
-hangs.
-"""
+"""Averaged gradients are right with each option of FSDP2, and nothing hangs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -150,9 +148,7 @@ def test_gradients_are_right_with_each_option(
 
 
 def _as_wide_as_the_reduction() -> dict[str, bool]:
-    """Averaged in the reduction's float32, and rounded to the weights' bfloat16 once, at the
-    end.
-    """
+    """The average is taken in the reduction's float32 and rounded to bfloat16 once."""
     mesh = mesh_of(2, 2)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = shard(Prescribed(torch.bfloat16), mesh["shard"], mp_policy=policy)
@@ -383,9 +379,7 @@ def _abandoned() -> dict[str, bool]:
 
 
 def _several_passes() -> dict[str, bool]:
-    """Evaluations in between, a backward pass twice through one graph, and one from an inner
-    unit.
-    """
+    """Evaluate in between, go through one graph twice, and begin at an inner unit."""
     model, hook = attached(2, 2, "allreduce")
     model.eval()
     with torch.no_grad():

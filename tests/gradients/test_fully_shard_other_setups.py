@@ -1,6 +1,4 @@
-"""Checkpoints where the reduction is wider or narrower than the weights, where a shard is
-compressed although the whole parameter is not, and along another dimension.
-"""
+"""Shards work with another dtype of reduction, along another dimension, and compressed alone."""
 
 from pathlib import Path
 from typing import Any
@@ -81,9 +79,7 @@ def test_weights_and_reduction_may_have_different_widths(run_ranks: Any, tmp_pat
 
 
 class _Thin(nn.Module):
-    """A bfloat16 weight that int8 in blocks of 256 compresses only on the shard with two of its
-    three rows.
-    """
+    """Only the shard with two of the weight's three rows is large enough for int8."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""A GradScaler over many steps with overflows at random: the scale recovers, training goes on,
-nobody drifts.
-"""
+"""With a GradScaler and random overflows the scale recovers, and nobody drifts."""
 
 import random
 from typing import Any
@@ -19,9 +17,7 @@ HALF_MAX = 65504.0
 
 
 class OverflowsLikeFP16(torch.autograd.Function):
-    """What float16 activations do to a gradient that the scale has made too large; CPU training
-    here is in float32.
-    """
+    """Do to a gradient what float16 activations do when the scale is too large."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

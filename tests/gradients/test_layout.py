@@ -125,9 +125,7 @@ def test_the_layout_is_where_ddp_puts_the_gradients():
 
 
 def test_a_layout_that_does_not_add_up_is_an_error():
-    """Should another torch put gaps between the gradients, nothing may be compressed wrongly in
-    silence.
-    """
+    """Gaps between gradients in another torch must not be compressed wrongly in silence."""
 
     parameters = list(mlp().parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters) + 1)

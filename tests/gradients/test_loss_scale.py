@@ -1,6 +1,4 @@
-"""The residual follows a GradScaler: a scale that changes by powers of two changes no unscaled
-gradient.
-"""
+"""The residual follows a GradScaler, so that a changed scale changes no unscaled gradient."""
 
 from typing import Any
 
@@ -96,9 +94,7 @@ class Partly(Prescribed):
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_buckets_that_ddp_leaves_out_follow_the_scale(batched: bool) -> None:
-    """The scale changes while a bucket does not come at all, in a step that is finite and in one
-    that is not.
-    """
+    """Change the scale while a bucket is left out, in a good step and in a bad one."""
 
     def run(scales: list[float]) -> list[Gradients]:
         ddp = DistributedDataParallel(

@@ -1,6 +1,4 @@
-"""`find_unused_parameters=True` where a parameter that a pass does not use still has the gradient
-of an earlier one.
-"""
+"""An earlier gradient of an unused parameter (`find_unused_parameters`) is not averaged."""
 
 import gc
 import weakref

@@ -1,6 +1,4 @@
-"""Parameters of every kind that a model may have: what cannot be compressed is averaged as plain
-DDP does.
-"""
+"""Parameters of every kind are averaged; what cannot be compressed, as plain DDP does."""
 
 from functools import partial
 
@@ -100,8 +98,7 @@ def test_scalars_vectors_empty_mixed_and_complex_parameters_are_averaged(run_ran
     run_ranks(all_kinds, wrapper)
 
 
-# --------------------------------------------------------------------------------------------------
-# sparse gradients
+# ---- sparse gradients ----------------------------------------------------------------------------
 
 
 def _words(model: nn.Module, step: int) -> None:
@@ -144,8 +141,7 @@ def test_sparse_embeddings_are_averaged_as_in_plain_ddp(run_ranks, config, wrapp
     run_ranks(sparse_embeddings, config, wrapper)
 
 
-# --------------------------------------------------------------------------------------------------
-# memory formats
+# ---- memory formats ------------------------------------------------------------------------------
 
 
 def _images(model: nn.Module, step: int) -> None:
@@ -153,9 +149,7 @@ def _images(model: nn.Module, step: int) -> None:
 
 
 def channels_last() -> None:
-    """The same Q in both formats, handed over by a checkpoint: the matrices differ in the order of
-    columns only.
-    """
+    """Hand the same Q to both formats by a checkpoint: only the order of columns differs."""
     torch.manual_seed(0)
     usual = wrap(nn.Sequential(nn.Conv2d(4, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3)))
     torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""The hook computes in full float32 or float64, whatever the user's switches say, and leaves the
-switches alone.
-"""
+"""The hook computes in full precision whatever the user's switches say, and leaves them alone."""
 
 import contextlib
 import threading
@@ -15,7 +13,9 @@ import torch.distributed as dist
 import commhooks
 from commhooks.compressors.powersgd import cpu
 from commhooks.gradients import precision
+from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.precision import GlobalSwitch
+from tests.support.dispatched import Dispatched
 from tests.support.features import switches_per_library
 from tests.support.kernels import computing_with
 from tests.support.models import EVERY_PARAMETER, Gradients, bits_equal, random_gradients, wrap
@@ -73,9 +73,7 @@ def _switches() -> tuple[Any, ...]:
 
 @computing_with("torch")
 def _run(case: str) -> dict[str, Any]:
-    """Gradients, state, and the switches as user code sees them before, within a product of the
-    hook, and after.
-    """
+    """Return gradients, state, and the switches before, within and after a product of the hook."""
     torch.set_num_threads(1)
     ddp = wrap(SHAPES, EVERY_PARAMETER)
     options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 0}
@@ -237,3 +235,11 @@ def _inherited_precision() -> tuple[str, str]:
 @switches_per_library
 def test_an_inherited_precision_stays_inherited(run_ranks: Any) -> None:
     assert run_ranks(_inherited_precision) == [("ieee", "ieee")] * 2
+
+
+def test_entering_a_hook_dispatches_no_operator() -> None:
+    """Every hook call does this; on an accelerator an operator would be a kernel in every call."""
+    with Dispatched() as dispatched:
+        with plain_mode(), precision.full_precision():
+            pass
+    assert not dispatched.operators and not dispatched.views

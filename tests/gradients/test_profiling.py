@@ -1,6 +1,4 @@
-"""Profiles show hook calls, exchanges and kernels by the hook's name; without a profiler nothing is
-recorded.
-"""
+"""Profiles name hook calls, exchanges and kernels; otherwise nothing is recorded."""
 
 from unittest import mock
 

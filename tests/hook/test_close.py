@@ -1,6 +1,4 @@
-"""What a training leaves behind: nothing that waits for the garbage collector, or that cannot end
-in a fork.
-"""
+"""A run leaves nothing that waits for the garbage collector or hangs in a fork."""
 
 import gc
 import os
@@ -148,9 +146,7 @@ def test_buffers_go_with_the_model(run_ranks: Any, hook: str) -> None:
 
 
 def _destroyed(folder: str) -> list[int]:
-    """As a notebook that destroys the process group after each training, and keeps the hooks to
-    compare them.
-    """
+    """Act as a notebook that destroys the process group after each run and keeps the hooks."""
     kept: list[commhooks.CommHook] = []
     rank = dist.get_rank()
 

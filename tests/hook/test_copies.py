@@ -1,6 +1,4 @@
-"""A DDP model with a hook can be copied and pickled whole, as one without: the copy has no hook,
-and the original keeps its own.
-"""
+"""A DDP model with a hook can be copied and pickled; the copy has no hook."""
 
 import copy
 import io
@@ -80,9 +78,7 @@ def test_a_copy_averages_without_the_hook(run_ranks: Any, way: str) -> None:
 
 
 def _alone() -> list[str]:
-    """Texts of the errors when a hook is copied without its model, and when DDP's copied function
-    is called.
-    """
+    """Return the errors of copying a hook alone and of calling DDP's copied function."""
     ddp = wrap(mlp())
     hook = commhooks.attach(ddp, "powerSGD")
     texts = []

@@ -1,6 +1,4 @@
-"""Replicas that drift apart are found at the next comparison, on every rank, by the name of the
-parameter.
-"""
+"""Every rank learns at the next comparison which parameter has drifted apart."""
 
 from typing import Any
 
@@ -77,9 +75,7 @@ def test_equal_replicas_train_as_without_comparisons(run_ranks: Any) -> None:
 
 
 def _uneven() -> tuple[int, torch.Tensor]:
-    """Rank 1 runs out of data after 3 steps and shadows the others, with weights of an earlier
-    step.
-    """
+    """Rank 1 runs out of data after 3 steps and shadows the others with older weights."""
     run = Run.new(hook_options=OPTIONS, check_every=1)
     with Join([run.ddp]):
         run.train(3 if dist.get_rank() == 1 else 6)

@@ -1,6 +1,4 @@
-"""Process groups that torch did not make: one that does not number its ranks is refused, and those
-of torchft, where it is installed, average as torch's own do.
-"""
+"""Groups of torchft average as torch's own; a group that does not number its ranks is refused."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,6 +1,4 @@
-"""Parameters that are trained and that nothing averages: rank 0 says so once, and names the
-first.
-"""
+"""Rank 0 says once, by name, which trained parameters nothing averages."""
 
 import time
 from typing import Any

@@ -1,6 +1,4 @@
-"""Messages of runs with many ranks: short, and true for a dry run with a fake process group, which
-sends nothing.
-"""
+"""Messages of runs with many ranks are short, and true for a dry run with a fake group."""
 
 import re
 from collections.abc import Callable

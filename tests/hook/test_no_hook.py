@@ -76,9 +76,7 @@ def test_rank_0_says_once_that_there_is_no_hook(run_ranks: Any) -> None:
 
 
 def _differently() -> tuple[str, str]:
-    """The error if only some ranks have a hook; the hook of replicas of shards, which nobody else
-    averages.
-    """
+    """Return the error if only some ranks have a hook, and the averages of replicas of shards."""
     with pytest.raises(commhooks.AttachError) as caught:
         commhooks.attach(wrap(mlp()), "powerSGD" if dist.get_rank() else None)
     return str(caught.value), attached(2, 1, None)[1].name

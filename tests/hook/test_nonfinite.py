@@ -1,6 +1,4 @@
-"""Gradients that are not finite, and no GradScaler that skips the step: one warning with the rank
-and the parameter.
-"""
+"""If no GradScaler skips a non-finite step, one warning names the rank and the parameter."""
 
 from typing import Any
 

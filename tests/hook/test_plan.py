@@ -1,6 +1,4 @@
-"""The plan of a model: what is compressed, why not, bytes and memory, from shapes and options
-alone.
-"""
+"""A plan says from shapes and options alone what is compressed, why not, bytes and memory."""
 
 import dataclasses
 from typing import Any
@@ -146,8 +144,7 @@ def test_the_limit_is_that_of_torch():
                 assert _plan(torch.zeros(n, m), rank, rate).compressed == theirs, (n, m, rank, rate)
 
 
-# --------------------------------------------------------------------------------------------------
-# bytes
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_a_model_are_counted():
@@ -334,7 +331,7 @@ def test_the_memory_that_is_planned_is_taken(
     assert planned.factors == kept + sum(
         _size(x.products._p) + _size(x.products._q) for x in kernels
     )
-    assert planned.copies == sum(_size(x.own_deltas) for x in kernels)
+    assert planned.copies == sum(_size(x.copies) for x in kernels)
     packed = _size(x.work.buffer for x in kernels)
     if isinstance(config, commhooks.BatchedPowerSGD):
         # A bucket that is not compressed is counted with them: an upper bound.

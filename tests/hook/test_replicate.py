@@ -1,6 +1,4 @@
-"""Models that `torch.distributed._composable` has replicated, by `replicate` and where torch has it
-by `replicate_with_fsdp`: hooked, saved and resumed.
-"""
+"""Models of `torch.distributed._composable.replicate` are compressed, saved and resumed."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""A training that ends and has not used its hook: one warning with the numbers, on one rank, and
-none where it would be wrong.
-"""
+"""A run that has not used its hook ends with one warning on one rank, and never a wrong one."""
 
 import os
 import subprocess
@@ -136,9 +134,7 @@ def test_a_hook_that_was_never_called_is_warned_about(run_ranks: Any, way: str, 
 
 
 def _replaced() -> list[str]:
-    """A hook that has not begun; then another one of the same parameters, which fails in its first
-    pass.
-    """
+    """Attach a hook that has not begun, then another one that fails in its first pass."""
     with log_lines("commhooks.hook.unused") as lines:
         model = mlp()
         replaced = commhooks.attach(first := wrap(model), "powerSGD")
@@ -162,9 +158,7 @@ def users_hook(state: Any, bucket: Any) -> Any:
 
 
 def _silent() -> list[str]:
-    """An exception ends the training; a training in a forked process; a training that goes on in
-    another process group; a quiet hook; a training announced as too short.
-    """
+    """Run what must stay silent: an exception, a fork, another group, a quiet hook, a short run."""
     with log_lines("commhooks.hook.unused") as lines:
 
         def trained(**attach: Any) -> tuple[DistributedDataParallel, commhooks.CommHook]:

@@ -21,11 +21,11 @@ from commhooks.members.client import Client
 from commhooks.members.lighthouse import Absent, Lighthouse, id_of, next_name
 from commhooks.members.lines import Lines
 from commhooks.members.peers import Connections
+from commhooks.members.quorum import read_all
 from commhooks.members.report import Report
 from commhooks.members.secret import Key
 from commhooks.members.state_server import StateServer
 from commhooks.members.status_page import machines_at
-from commhooks.members.steps import read_all
 from commhooks.tools.machines import Row, ask_all
 
 DEAD_S = 5.0
@@ -37,7 +37,9 @@ class Simulated:
     def __init__(self, address: str, name: str, timeout_s: float, key: Key | None = None) -> None:
         self.id, self.number = f"{name}:1", 0
         status = {"id": self.id, "numbers": {"round": 3}}
-        self.server = StateServer("127.0.0.1", lambda: 60.0, lambda: status, self.waited_for, key)
+        self.server = StateServer(
+            "127.0.0.1", lambda: 60.0, lambda: status, self.waited_for, key=key
+        )
         self.lighthouse = Lighthouse(
             address,
             self.id,

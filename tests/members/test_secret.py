@@ -23,7 +23,7 @@ SECRET = "correct horse battery"
 def server() -> Iterator[StateServer]:
     status = lambda: {"id": "a:1"}  # noqa: E731
     waited = mock.Mock()
-    made = StateServer("127.0.0.1", lambda: 60.0, status, waited, Key(SECRET))
+    made = StateServer("127.0.0.1", lambda: 60.0, status, waited, key=Key(SECRET))
     made.waited = waited  # type: ignore[attr-defined]
     made.serve(3, b"a form", [torch.arange(5.0)], ["b:1"])
     yield made
@@ -44,6 +44,7 @@ def test_nothing_is_served_without_the_secret(
     for ask in (
         lambda: client.ask(server.address),
         lambda: client.ask(server.address, "waiting"),
+        lambda: client.ask(server.address, "ended/7"),
         lambda: client.fetch(server.address, 3, 1.0),
         lambda: client.watch("a:1", server.address),
     ):

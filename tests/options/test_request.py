@@ -1,6 +1,4 @@
-"""Requests: the arguments that all front ends share, what cannot work, and the sentence in which
-the user finds what to do.
-"""
+"""Requests refuse what cannot work with a sentence that says what to do, for all front ends."""
 
 import dataclasses
 import inspect

@@ -1,5 +1,4 @@
-"""Run one of Accelerate's own test scripts (`accelerate.test_utils.scripts`) with a hook of ours in
-every Accelerator.
+"""Runs a script of `accelerate.test_utils.scripts` with a hook of ours in every Accelerator.
 
     torchrun --nproc_per_node 2 tests/peers/accelerate_peer.py test_sync
 

@@ -1,5 +1,4 @@
-"""Runs tests that ship inside installed packages with our hooks in place, each beside the same test
-without us.
+"""Runs tests of installed packages with our hooks in place, each beside the same test without us.
 
     # make test-peers ARGS="accelerate"; words of the cases' names
     python tests/peers/peers.py [WORD ...]
@@ -67,9 +66,7 @@ Outcome = tuple[str, str]
 
 
 def run(cases: Sequence[str], hook: str) -> tuple[dict[str, Outcome], int]:
-    """Run the cases; return what became of each, and the backward passes of hooks on all ranks
-    together.
-    """
+    """Run the cases, and return their outcomes and the backward passes of hooks on all ranks."""
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         for script in (case for case in cases if case in ACCELERATE):

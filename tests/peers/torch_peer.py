@@ -1,8 +1,7 @@
-"""The DDP cases of torch's own distributed tests that CPU ranks with gloo can run, with a hook of
-ours on every model.
+"""Runs DDP cases of torch's own distributed tests on CPU ranks, with a hook of ours on every model.
 
-    BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty python tests/peers/torch_peer.py outcomes.json
-    test_ddp_create_graph
+    BACKEND=gloo WORLD_SIZE=2 TEMP_DIR=/tmp/empty \\
+        python tests/peers/torch_peer.py outcomes.json test_ddp_create_graph
 
 Every case forks its ranks. The JSON file has the outcome and the output of each case afterwards. A
 hook that a case brings along is attached with `commhooks.attach`, and the modules with torch's
@@ -25,9 +24,7 @@ from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 
 class HookedDDP(DistributedDataParallel):
-    """DDP with the hook that is tried, attached at the first forward unless the case registers one
-    of its own.
-    """
+    """DDP that attaches the tried hook at the first forward unless the case registers its own."""
 
     hooked = False
 

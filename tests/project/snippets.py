@@ -458,9 +458,7 @@ def check_yaml(text: str, folder: Path) -> None:
 
 
 def _check_accelerate_yaml(text: str, folder: Path) -> None:
-    """Settings for `CommHookKwargs`; where they are a section, the rest must be a configuration of
-    Accelerate.
-    """
+    """Settings for `CommHookKwargs`; around a section there must be one of Accelerate."""
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -524,9 +522,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Whether a command line would work in a clone of the repository: as far as can be told without
-    running it.
-    """
+    """Whether a command line would work in a clone, as far as can be told without running it."""
     if words[0] == "export":
         words = words[1:]
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):

@@ -25,14 +25,11 @@ def keep_signal_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-# --------------------------------------------------------------------------------------------------
-# verdict
+# ---- verdict -------------------------------------------------------------------------------------
 
 
 def _outcome(**changes: object) -> demo.Outcome:
-    """What a good run leaves; `changes` are keys of `result.json` of DiLoCo, or fields of the
-    outcome.
-    """
+    """Return what a good run leaves; `changes` are keys of DiLoCo's `result.json` or fields."""
     allreduce = {
         "test_accuracy": 0.98,
         "seconds": 50.0,
@@ -109,8 +106,7 @@ def test_different_weights_compares_bits(tmp_path):
     assert demo.different_weights(tmp_path / "b", tmp_path / "a") == ["gone", "sign", "type"]
 
 
-# ------------------------------------------------------------------------------------------- the
-# example of Accelerate
+# ---- the example of Accelerate -------------------------------------------------------------------
 
 
 class Killed(Exception):
@@ -148,15 +144,12 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# all of it
+# ---- all of it -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hostile_environment(tmp_path: Path) -> dict[str, str]:
-    """A shell inside a SLURM job, with leftovers of a launcher and a broken default Accelerate
-    configuration.
-    """
+    """Return the environment of a SLURM job with a launcher's leftovers and broken settings."""
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text(
         "comm_hook_config: {hook: powerSGD}\n: [broken\n"

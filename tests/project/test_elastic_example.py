@@ -1,6 +1,4 @@
-"""`examples/elastic_training.py` under torchrun with `--nnodes 1:2`: one of two launchers is
-killed, and the other one goes on alone, with the hook's state.
-"""
+"""When one of two launchers is killed, the other one goes on alone with the hook's state."""
 
 import os
 import subprocess
@@ -20,9 +18,7 @@ SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
 
 
 def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
-    """The rendezvous's store is the test's, so that neither launcher waits for the other one's and
-    each can be lost.
-    """
+    """The rendezvous's store is the test's, so that each launcher can be lost."""
     rendezvous = [
         "--rdzv-backend",
         "c10d",
@@ -38,7 +34,7 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     command = [*torchrun, *elastic, *rendezvous, SCRIPT, str(folder / "state.pt")]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
-        "PAUSE_S": "0.2",  # alone the first one must still train when the second one comes
+        "PAUSE_S": "0.1",  # alone the first one must still train when the second one comes
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (folder / log).open("w") as output:
@@ -53,9 +49,7 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """As if its machine were lost: with torchrun its ranks end, which are in sessions of their
-    own.
-    """
+    """Kill torchrun and its ranks, as if their machine were lost."""
     for process in [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children()]:
         process.kill()
     launcher.wait()

@@ -1,6 +1,4 @@
-"""Examples, started twice as a user does: the second run goes on where the first has ended, with
-the hook's state.
-"""
+"""Examples that are started again go on where the first run ended, with the hook's state."""
 
 import json
 import os

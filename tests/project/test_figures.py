@@ -55,9 +55,7 @@ def test_a_figure_is_printed_where_it_says(name: str) -> None:
 
 
 def test_pictures_have_twice_the_pixels_of_a_page() -> None:
-    """So that they are sharp on a screen with small pixels; a page shows at most 1000 of its own in
-    a line.
-    """
+    """A page shows at most 1000 pixels in a line, and a screen may have twice as many."""
     for path in figures.PICTURES.glob("*.png"):
         width = int.from_bytes(path.read_bytes()[16:20], "big")
         assert width >= 2000

@@ -1,6 +1,4 @@
-"""An import of a front end runs what every hook needs, and nothing that only some hooks or commands
-need.
-"""
+"""The import of a front end runs what every hook needs, and nothing for some hooks only."""
 
 import json
 import subprocess

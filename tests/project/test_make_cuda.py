@@ -63,9 +63,7 @@ def test_its_table_and_its_verdict_are_right(
 
 
 def test_all_that_needs_a_gpu_is_where_make_looks_for_it() -> None:
-    """`make test-cuda` collects one folder: the others import what a machine with a GPU may
-    lack.
-    """
+    """`make test-cuda` collects one folder: others import what such a machine may lack."""
     elsewhere = [
         path.relative_to(TESTS)
         for path in TESTS.rglob("test_*.py")

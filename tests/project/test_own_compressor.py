@@ -1,6 +1,4 @@
-"""A compressor of a user's own in every front end: the example works everywhere without any other
-change.
-"""
+"""A user's compressor works in every front end without any other change."""
 
 import json
 import subprocess
@@ -94,9 +92,7 @@ parser.parse_args([ours, "--strategy.hook.help=examples.random_k.RandomK"])
 
 
 def test_help_explains_it_once_it_is_registered() -> None:
-    """LightningCLI takes its config class where the module was imported before
-    `lightning_commhooks`.
-    """
+    """LightningCLI takes its config class if it was imported before `lightning_commhooks`."""
     command = [warm.python("lightning.pytorch"), "-c", HELP]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr

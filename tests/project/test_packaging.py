@@ -1,6 +1,4 @@
-"""What a user gets from `pip install`: the source distribution, the wheel that is built from it,
-and what the wheel does in an environment of its own, outside of the repository.
-"""
+"""Source distribution and wheel hold what they should and work in an environment of their own."""
 
 import json
 import os
@@ -274,20 +272,6 @@ def test_two_ranks_train_without_a_warning(environment, tmp_path):
     assert kernel == ("native" if HAS_COMPILER else "torch")
 
 
-def test_pyright_knows_the_types(python, tmp_path):
-    """mypy checks the sources: `make lint`."""
-    lines = (OUTSIDE / "typed.py").read_text().splitlines()
-    wrong = [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")]
-    shutil.copy(OUTSIDE / "typed.py", tmp_path)
-    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", python, "--outputjson"]
-    done = _run(command, cwd=tmp_path)
-    diagnostics = json.loads(done.stdout)["generalDiagnostics"]
-    assert [diagnostic["range"]["start"]["line"] + 1 for diagnostic in diagnostics] == wrong, (
-        done.stdout
-    )
-
-
 def test_core_imports_without_the_frameworks(without_frameworks):
     assert [without_frameworks[name] for name in ("commhooks", "commhooks.tools.cli")] == [
         None,
@@ -303,16 +287,12 @@ def test_core_imports_without_the_frameworks(without_frameworks):
     ],
 )
 def test_plugin_without_its_framework_says_what_to_install(without_frameworks, plugin, sentence):
-    """Proves too that the test above can fail: under the same blocker an import that needs a
-    framework does.
-    """
+    """This also proves that the test above can fail: the blocker works."""
     assert without_frameworks[plugin] == f"ImportError: {sentence}"
 
 
 def test_core_import_is_light(imported):
-    """The configuration and the tables are for those who use them: a bare import pays for
-    neither.
-    """
+    """A bare import must not pay for configuration and tables that it does not use."""
     heavy = {
         "torch",
         "omegaconf",

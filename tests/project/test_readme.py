@@ -1,6 +1,4 @@
-"""What README promises is held by tests: each row of its tables and each refusal has one, or is a
-number that is compared here with the measurements of docs/performance.md.
-"""
+"""Tests hold what README promises: each row, each refusal, and each number is compared here."""
 
 import ast
 import re
@@ -119,8 +117,7 @@ def test_a_test_that_is_named_here_exists(test: str) -> None:
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-# --------------------------------------------------------------------------------------------------
-# numbers
+# ---- numbers -------------------------------------------------------------------------------------
 
 PERFORMANCE = (REPOSITORY / "docs/performance.md").read_text(encoding="utf-8")
 SAME = {

@@ -1,6 +1,4 @@
-"""`examples/slow_link.py` slows connections down, leaves the rest alone, and keeps no
-descriptor.
-"""
+"""`examples/slow_link.py` slows connections, leaves the rest alone, and keeps no descriptor."""
 
 import os
 import socket

@@ -1,6 +1,4 @@
-"""A look at the sources: none can run what a file holds, every warning says where it comes from,
-numpy is not used.
-"""
+"""No source can run what a file holds, every warning has its prefix, and numpy is not used."""
 
 import ast
 import logging
@@ -10,8 +8,7 @@ import pytest
 from commhooks.errors import logger_of
 from tests.support.repository import nodes
 
-# ------------------------------------------------------- code from files; `test_hostile_files.py`
-# plants some in files
+# ---- code from files; `test_hostile_files.py` plants some in files -------------------------------
 
 # What imports by name: what a user's configuration or command line names; the subcommands, the
 # built-in hooks and the packages of Lightning, from a table in the source. No checkpoint reaches
@@ -61,9 +58,7 @@ RUNS_WHAT_IT_READS = {
 
 
 def _dangerous(of_file: list[ast.AST]) -> list[str]:
-    """The names by which a Python source could run a file, and each `torch.load` that is not
-    weights_only=True.
-    """
+    """Return names that could run a file, and each `torch.load` of more than weights."""
     dangerous = []
     mentioned = 0
     for node in of_file:
@@ -101,16 +96,13 @@ def test_no_tensor_becomes_an_array() -> None:
         assert called.isdisjoint(["numpy", "from_numpy"]), file
 
 
-# ------------------------------------------ warnings go through `commhooks.errors.logger_of` or
-# Lightning's `warn` only
+# ---- warnings go through `commhooks.errors.logger_of` or Lightning's `warn` only -----------------
 
 HELPERS = {"commhooks/errors.py", "lightning_commhooks/strategy.py"}
 
 
 def _warnings_without_prefix(of_file: list[ast.AST]) -> list[int]:
-    """Lines that warn through a logger without the prefix, through Lightning or through
-    `warnings`.
-    """
+    """Return lines that warn without the prefix, through Lightning or `warnings`."""
     prefixed = {
         target.id
         for node in of_file

@@ -1,6 +1,4 @@
-"""The private things of torch that the package touches: these tests fail when torch changes one of
-them.
-"""
+"""These tests fail when torch changes one of the private names that the package uses."""
 
 from collections.abc import Iterator
 
@@ -56,9 +54,7 @@ def test_the_engine_runs_callbacks_at_the_end_of_backward_only():
 
 
 def test_a_pass_within_a_pass_is_recognised():
-    """By `torch._C._current_autograd_node`: what is queued in the inner pass is dropped, in the
-    outer one it runs.
-    """
+    """`torch._C._current_autograd_node` tells them apart: the inner pass drops what is queued."""
     calls: list[str] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for name, layer in (("outer", model[0]), ("inner", model[1])):
@@ -73,9 +69,7 @@ def test_a_pass_within_a_pass_is_recognised():
 
 
 def test_a_parameter_shows_the_hooks_that_users_have_put_on_it():
-    """Why `attach` can refuse sharded models that have some: FSDP's buffers would no longer be in
-    order.
-    """
+    """`attach` refuses sharded models with such hooks, which would disorder FSDP's buffers."""
     parameter = nn.Parameter(torch.ones(1))
     assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)

@@ -1,6 +1,4 @@
-"""No failure of a rank, or of a program that `make` starts, is lost: every other test relies on
-it.
-"""
+"""No failure of a rank or of a program is lost: every other test relies on it."""
 
 import os
 import signal
@@ -57,14 +55,14 @@ def _fail(how: str) -> object:
         ("exit", "rank 1 raised SystemExit"),
         ("result", "cannot pickle"),
         ("killed", r"rank 1 died \(exit code -9\)"),
-        ("hang", "rank 1 did not answer within 5 s"),
+        ("hang", "rank 1 did not answer within 2 s"),
         ("leak", "rank 1 leaked: environment variable RANK: None became '0'"),
     ],
 )
 def test_a_failure_of_one_rank_fails_the_test_and_not_the_next(run_ranks, how, text):
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match=text):
-        run_ranks(_fail, how, timeout_s=5 if how == "hang" else 120)
+        run_ranks(_fail, how, timeout_s=2 if how == "hang" else 120)
     assert time.monotonic() - begin < 60
     assert run_ranks(_fail, "nothing") == [None, None]
 

@@ -1,4 +1,4 @@
-"""Trainings die again and again: do they go on, to the same weights?
+"""Kills runs again and again: they must go on, to the same weights.
 
     # what `make chaos` runs
     python examples/clean_env.py -m tests.stress.chaos [--runs 100] [--seed N]
@@ -52,8 +52,7 @@ from tests.support.workers import WorkerPool
 PRELOADED = ("lightning.pytorch", "accelerate", "transformers.trainer")
 
 
-# --------------------------------------------------------------------------------------------------
-# report
+# ---- report --------------------------------------------------------------------------------------
 
 
 def summary(number: int, outcome: Outcome) -> dict[str, Any]:
@@ -109,8 +108,7 @@ def _seconds(survivor: str) -> float:
     return float(survivor.split()[-2])
 
 
-# --------------------------------------------------------------------------------------------------
-# the campaign
+# ---- the campaign --------------------------------------------------------------------------------
 
 
 def campaign(
@@ -120,9 +118,7 @@ def campaign(
     keep: Callable[[dict[str, Any]], None],
     end: float,
 ) -> None:
-    """Runs the numbered cases, unless it is `end` on the monotonic clock, and hands a summary of
-    each to `keep`.
-    """
+    """Run the numbered cases until `end` (monotonic), and hand each summary to `keep`."""
     pool = WorkerPool()
     pool.import_first(*PRELOADED)
     twins = Twins(pool.run)

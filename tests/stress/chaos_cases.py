@@ -1,6 +1,4 @@
-"""What `make chaos` draws from: front ends, topologies, hooks and kinds of death; and what is left
-out, and why.
-"""
+"""`make chaos` draws from these front ends, topologies, hooks and deaths; some are left out."""
 
 import itertools
 import math
@@ -161,8 +159,7 @@ def _death(kind: str, combination: Combination, generator: random.Random) -> Dea
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# checkpoints
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -190,9 +187,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def files_with_the_hook(checkpoint: Path) -> list[Path]:
-    """Those that hold something of the hook's state: all of them where the script has put it beside
-    the model.
-    """
+    """Return the files that hold the hook's state, or all where it is kept with the model."""
     if checkpoint.is_file():
         return [checkpoint]
     files = sorted(

@@ -1,5 +1,4 @@
-"""Trainings of three machines with live membership, of which one dies every few rounds and comes
-back: the part `members` of `make chaos`.
+"""Lets one of three machines die every few rounds and come back: `members` in `make chaos`.
 
     python examples/clean_env.py -m tests.stress.chaos --topologies members [--runs 20] [--seed N]
 

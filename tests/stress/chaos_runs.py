@@ -1,6 +1,4 @@
-"""One training that dies and goes on, from outside: it is started, killed, started again, and
-judged.
-"""
+"""Start one run, kill it, start it again, and judge what it has become."""
 
 import json
 import os
@@ -75,9 +73,7 @@ class Outcome:
 
 
 def run(case: Case, folder: Path, python: str = sys.executable) -> Outcome:
-    """The training of `case` to its end: killed once, and started again by torchrun or by giving
-    the command again. `judge` has not been called yet.
-    """
+    """Train `case` to its end: killed once, then started again. It is not judged yet."""
     folder.mkdir(parents=True)
     outcome = Outcome(case)
     death = case.death
@@ -197,8 +193,7 @@ about itself.
 """
 
 
-# ------------------------------------------------------------------------------------------------ a
-# damaged checkpoint
+# ---- a damaged checkpoint ------------------------------------------------------------------------
 
 
 def _truncate_newest(folder: Path, death: Death) -> Path:
@@ -209,9 +204,7 @@ def _truncate_newest(folder: Path, death: Death) -> Path:
 
 
 def _what_it_said(status: int | None, output: str, case: Case, damaged: Path) -> str:
-    """How a start from a checkpoint with a damaged file ended; "" if nothing was said of it, or
-    another thing.
-    """
+    """Return how a start from a damaged checkpoint ended; "" if nothing was reported."""
     named = damaged.name in output or damaged.parent.name in output
     if status == 0:
         return WITHOUT_RESIDUALS if named and NO_RESIDUALS in output else ""
@@ -229,8 +222,7 @@ def _remove(checkpoint: Path) -> None:
     checkpoint.rename(checkpoint.with_name(f"damaged {checkpoint.name}"))
 
 
-# --------------------------------------------------------------------------------------------------
-# judging
+# ---- judging -------------------------------------------------------------------------------------
 
 
 def _read_notes(outcome: Outcome, folder: Path) -> None:

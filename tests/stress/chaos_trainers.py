@@ -14,9 +14,7 @@ from tests.support.training import SEVERAL_BUCKETS_MB, batch, flat, make_model
 
 
 def _epoch(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of `SAVE_EVERY` steps: a loader begins every epoch anew, so an epoch is what is
-    saved.
-    """
+    """Yield the samples of `SAVE_EVERY` steps; what is saved is a whole epoch of the loader."""
     images, labels = zip(
         *(batch(step, rank) for step in range(SAVE_EVERY) for rank in range(ranks)), strict=True
     )

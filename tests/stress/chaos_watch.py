@@ -82,9 +82,7 @@ class Watch:
             parameter.register_hook(lambda gradient: self.at("backward"))
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """The training has come to this phase: `between` at the beginning of a step, `saving`
-        before any file of a checkpoint is written.
-        """
+        """Note the phase: `between` steps, or `saving` before a checkpoint's first file."""
         if phase == "between":
             self.no_file_was_as_large()
             if step is not None and step == self._forgets_at:

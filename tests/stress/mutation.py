@@ -1,5 +1,4 @@
-"""Mutants that a tool makes (cosmic-ray): small changes of the code in a copy of the repository,
-each of which a test must notice.
+"""Changes the code in small ways (by cosmic-ray, in a copy), each of which a test must notice.
 
     python -m tests.stress.mutation [AREA ...] [--sample N | --all] [--seed S]
 
@@ -83,9 +82,7 @@ def enter_copy(folder: str) -> None:
 
 
 def warm_pytest() -> str:
-    """A command that starts pytest where torch is imported already: its import takes longer than
-    many a test.
-    """
+    """Return a command that starts pytest where torch is imported already, which saves seconds."""
     python = warm.python(
         "torch.distributed", "torch.nn.parallel", "hypothesis", "numpy", "omegaconf", "rich"
     )
@@ -123,9 +120,7 @@ def is_python(mutant: MutationSpec) -> bool:
 
 
 def modules(area: str) -> list[tuple[Path, Part]]:
-    """The modules of an area, each with its part; without Triton, not its kernels, whose tests are
-    then skipped.
-    """
+    """Return the modules of an area with their parts; without Triton, not its kernels."""
     paths = [
         path
         for path in sorted(Path(FOLDERS[area]).glob("[a-z]*.py"))

@@ -1,6 +1,4 @@
-"""What `mutation.py` changes, which tests are to notice, and the mutants that none can notice, each
-with the reason.
-"""
+"""What `mutation.py` changes, the tests that must notice, and the mutants that none can notice."""
 
 from dataclasses import dataclass
 
@@ -48,9 +46,7 @@ OPERATORS = [
 
 @dataclass(frozen=True)
 class Part:
-    """Some files of an area, and the tests that are to notice: those that notice most in the least
-    time come first.
-    """
+    """Some files of an area, and the tests that must notice, the quickest of them first."""
 
     files: str
     """Names of modules, or `*` for those that no part before it has."""
@@ -278,14 +274,8 @@ EXPLAINED = {
     ): "a whole bucket is one matrix",
     (
         "commhooks/compressors/powersgd/accelerator.py",
-        (
-            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
-            " 0, 0)"
-        ),
-        (
-            "members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([],"
-            " 0, -1)"
-        ),
+        "padded = (len(groups[-1]) + 1) * length if groups else 0",
+        "padded = (len(groups[-1]) + 1) * length if groups else -1",
     ): "without groups it is not read",
     (
         "commhooks/engine/session.py",

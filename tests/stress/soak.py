@@ -1,5 +1,4 @@
-"""A long run on 2 ranks: does memory grow, do the replicas drift apart, does the mean residual
-grow, are the bits the same when it is run again?
+"""In a long run on 2 ranks memory and residuals must not grow, nor replicas or repetitions differ.
 
     # exit code 1 if something is wrong
     python -m tests.stress.soak [--hooks powerSGD int8 diloco] [--steps 50000]
@@ -180,9 +179,7 @@ def train(name: str, steps: int, every: int, wrapper: str | None = None) -> dict
 def _mean_residual(
     hook: commhooks.CommHook, subject: Subject, largest_gradients: dict[str, float]
 ) -> dict[str, float]:
-    """The norm of the mean residual over all matrices, and the largest part of `given` that it is
-    of a matrix.
-    """
+    """Return the norm of the mean residual, and its largest part of a gradient."""
     payload = hook.state_dict("per_rank")
     squares = 0.0
     part = 0.0
@@ -207,9 +204,7 @@ def drift(looks: list[dict[str, Any]]) -> float:
 def problems(
     name: str, ranks: list[dict[str, Any]], again: list[dict[str, Any]], steps: int
 ) -> list[str]:
-    """What is wrong with a run of `train`, and with a shorter one `again`, in sentences; none if
-    all is well.
-    """
+    """Return what is wrong with a run and its shorter repetition, in sentences."""
     wrong = []
     subject = SUBJECTS[name]
     for rank, result in enumerate(ranks):

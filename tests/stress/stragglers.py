@@ -1,5 +1,4 @@
-"""One rank of three is slow, stopped for a while, or gone: who waits how long, and what does the
-user read?
+"""If one rank of three is slow, stopped or gone: who waits how long, and what does the user read?
 
     python -m tests.stress.stragglers [--hooks ddp powerSGD diloco] [--pause 60] [--limit 10]
 

@@ -1,6 +1,4 @@
-"""The areas of `make test-mutants` name tests that exist, and explain lines that are in the
-code.
-"""
+"""The areas of `make test-mutants` name tests and lines that exist."""
 
 import pytest
 

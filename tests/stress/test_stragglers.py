@@ -1,6 +1,4 @@
-"""A rank that is stopped and goes on, and one that is killed; `make stragglers` measures all kinds
-of trouble.
-"""
+"""A rank that is stopped may go on, and a killed one is named."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Take each wait for a stream out of the packages, one at a time: a test on the simulated
-accelerator must fail.
+"""Takes out each wait for a stream in turn: a test on the simulated accelerator must fail.
 
     python -m tests.stress.waits [PART OF A PLACE ...]
 
@@ -61,8 +60,8 @@ others.
 EXPLAINED = {
     (
         "engine/immediate.py",
-        "finish",
-        "keep_for_current_stream([new_answer])",
+        "run",
+        "keep_for_current_stream([self.answer])",
     ): "the future has kept its value already",
     (
         "engine/streams.py",
@@ -94,9 +93,7 @@ LIMIT_S = 900
 
 
 def places() -> Iterator[tuple[str, str, ast.AST]]:
-    """The file and the function of each wait, with what is taken out: a statement, or the devices
-    of a future.
-    """
+    """Yield file and function of each wait, with the statement or devices that are taken out."""
     for file, text in sources().items():
         waits = WAITS | (
             SETTLES

@@ -1,6 +1,4 @@
-"""Accelerators in the worker pool, and a small training run with one, shared by the tests of
-`accelerate_commhooks`.
-"""
+"""Accelerators in the worker pool, and a small run that the tests of Accelerate share."""
 
 import contextlib
 import functools
@@ -74,9 +72,7 @@ def accelerate_launched(none: bool = False, **changes: str) -> Iterator[None]:
 
 
 def forget_handlers() -> None:
-    """Begin as in a new process: handlers that earlier tests have attached to no model are not
-    warned of.
-    """
+    """Begin as in a new process, without warnings about handlers of earlier tests."""
     unattached._checks.clear()
 
 

@@ -1,6 +1,4 @@
-"""Whether this machine has the C compiler that the native library needs, and libraries built as on
-other machines.
-"""
+"""Tells whether there is a C compiler, and builds libraries as on other machines."""
 
 import contextlib
 import os

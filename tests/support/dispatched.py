@@ -1,6 +1,4 @@
-"""Records what torch dispatches: operators, views, new memory, and reads for which the host would
-wait.
-"""
+"""Records what torch dispatches: operators, views, new memory, and reads of the host."""
 
 import traceback
 from collections import Counter

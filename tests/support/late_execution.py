@@ -105,9 +105,7 @@ class LateExecution:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether an operator computes nothing: its result is a view of its argument, or it changes
-    shape or storage.
-    """
+    """Whether an operator computes nothing: it returns a view, or changes shape or storage."""
     if torch.Tag.inplace_view in func.tags:
         return True
     return not writes(func) and any(
@@ -156,9 +154,7 @@ def spoil(tensors: Iterable[torch.Tensor]) -> None:
 def write_later(
     func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
-    """Return a function that runs the operator and writes its results into `new`, the tensors it
-    has made.
-    """
+    """Return a function that runs the operator and writes its results into `new`."""
 
     def run() -> None:
         result = func(*args, **kwargs)

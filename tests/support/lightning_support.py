@@ -57,9 +57,7 @@ class PoolEnvironment(ClusterEnvironment):
 
 
 class Model(pl.LightningModule):
-    """Three matrices that are worth compressing, and their biases, without dropout or other
-    noise.
-    """
+    """Has three matrices that are worth compressing, and biases, without any noise."""
 
     def __init__(self, seed: int = 0, extra: bool = False) -> None:
         super().__init__()
@@ -101,9 +99,7 @@ class ManualModel(Model):
 
 
 class TwoOptimizersModel(ManualModel):
-    """An optimizer for the first layers and one for the last, which step in turn after one backward
-    pass each.
-    """
+    """Steps an optimizer of the first layers and one of the last in turn."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -134,9 +130,7 @@ class Data(pl.LightningDataModule):
 def cli_config(
     path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, **init_args: Any
 ) -> str:
-    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`,
-    and return its path.
-    """
+    """Write a LightningCLI configuration for a class of `lightning_commhooks`; return its path."""
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     options = dict.fromkeys(quiet, False) | {
         "accelerator": "cpu",
@@ -199,9 +193,7 @@ class Watch(pl.Callback):
 
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[str]]:
-    """Context manager: collect the texts of all warnings, beginning with those that commhooks
-    logs.
-    """
+    """Context manager: collect the texts of all warnings, those that commhooks logs first."""
     with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def registries_as_before() -> Iterator[None]:
-    """Context manager: forget everything registered in the body, and the example module that
-    registers it, which would not do so again. Does not import commhooks by itself.
-    """
+    """Context manager: forget what the body registers, and the example module that registers it."""
     module = sys.modules.get("commhooks.registry")
     before = None if module is None else (dict(module.COMPRESSORS), dict(module.FACTORIES))
     try:

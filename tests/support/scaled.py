@@ -1,6 +1,4 @@
-"""A compressor with features that no built-in one needs: every kind of collective, and a further
-learned field.
-"""
+"""A compressor with every kind of collective and a further learned field, as no built-in has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

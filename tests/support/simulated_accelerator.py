@@ -1,5 +1,4 @@
-"""A simulated accelerator: on the CPU, in which order the streams of an accelerator may run what a
-training queues.
+"""Simulates on the CPU in which order an accelerator's streams may run what a training queues.
 
 `simulated_accelerator()` treats all tensors as tensors on a CUDA device, except tensors that a
 program with a GPU would have on the host. Operators run at once, with two additional effects:
@@ -701,9 +700,7 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
             register(model, state, reduce)
 
         def free(tensor: torch.Tensor) -> None:
-            """As FSDP frees parameters: later work of the stream that allocated them may get the
-            memory.
-            """
+            """Free memory as FSDP does: later work of the stream that allocated it may get it."""
             with (
                 cuda.on(accelerator.memory(tensor).home),
                 torch.autograd._unsafe_preserve_version_counter(tensor),
@@ -750,8 +747,7 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
         yield accelerator
 
 
-# --------------------------------------------------------------------------------------------------
-# helpers
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

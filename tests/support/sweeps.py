@@ -1,6 +1,4 @@
-"""Several trainings in one process, as with Optuna, with forked DataLoader workers in which Python
-collects garbage.
-"""
+"""Runs several trainings in one process, as Optuna does, with forked DataLoader workers."""
 
 import gc
 import os

@@ -22,9 +22,7 @@ POWER_SGD = {"hook": "powerSGD", "hook_options": OPTIONS}
 
 
 class Moments(TrainerCallback):
-    """Records the hook's learned state at the first step of each attempt to train, and the number
-    of hooks.
-    """
+    """Records the learned state at the first step of each attempt, and the number of hooks."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []

@@ -79,9 +79,7 @@ class WorkerPool:
         return list(self._pids)
 
     def import_first(self, *modules: str) -> None:
-        """Start further workers with these modules imported, without the cost of importing them in
-        each.
-        """
+        """Start further workers with these modules imported, at no cost in each of them."""
         if not set(modules) <= set(self._modules):
             self.close()
             self._modules += modules
@@ -233,9 +231,7 @@ class WorkerPool:
     def _collect(
         self, ranks: list[int], timeout_s: float, on_message: Callable[[Any], object] | None = None
     ) -> dict[int, Any]:
-        """One message of each rank; without those ranks that died or did not send one within
-        `timeout_s`.
-        """
+        """Return a message of each rank that has not died and sent one within `timeout_s`."""
         waiting = {self._connections[rank]: rank for rank in ranks}
         messages: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -270,9 +266,7 @@ class WorkerPool:
         complaint: str,
         cleaned: dict[int, Any] | None = None,
     ) -> RanksFailed:
-        """Describes the ranks that are missing in the last round of messages, and kills the
-        pool.
-        """
+        """Name the ranks that are missing in the last round of messages, and kill the pool."""
         done = answers if cleaned is None else cleaned
         silent = [rank for rank in ranks if rank not in done]
         for rank in silent:
@@ -316,9 +310,7 @@ class WorkerPool:
 
 
 def _cuda_python() -> str | None:
-    """Return a Python without a server, for tests with CUDA: a process whose parent has used the
-    driver cannot use it.
-    """
+    """Return a Python without a server, because a fork of a process with a CUDA driver has none."""
     return sys.executable if os.environ.get("COMMHOOKS_TEST_CUDA") == "1" else None
 
 

@@ -1,6 +1,4 @@
-"""The `commhooks` command: its arguments, `hooks`, `plan`, and the user's functions that it
-imports.
-"""
+"""The `commhooks` command checks its arguments and imports the user's functions as scripts do."""
 
 import json
 import os
@@ -210,9 +208,7 @@ def test_a_pattern_without_a_match_is_told(capsys: Any, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("hook", ["powerSGD", "int8", "fp16", "diloco", "auto"])
 def test_it_prints_the_plan_of_the_attached_hook(hook: str, capsys: Any) -> None:
-    """Except for the memory, which depends on the kernel of the ranks, and the checkpoints of all
-    ranks.
-    """
+    """Memory depends on the ranks' kernel and may differ, as may checkpoints of all ranks."""
 
     def lines(text: str) -> list[str]:
         return [line for line in text.splitlines() if not line.startswith(("Memory", "Residuals"))]
@@ -277,9 +273,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_script_does_not_see_the_arguments_of_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    """As with `commhooks plan train:build --hook int8` where the script has a flag of that name,
-    too.
-    """
+    """The script may have a flag that `commhooks plan` has, too."""
     (folder / "script_of_this_test.py").write_text(SCRIPT.format(PARSES.format("default=None")))
     monkeypatch.setattr(sys, "argv", argv := ["commhooks", "plan", target, "--hook", "int8"])
     assert main() == 0
@@ -350,9 +344,7 @@ def test_a_path_of_a_file_is_a_path(
     written: str,
     package: bool,
 ) -> None:
-    """Outside of the current folder, with imports from the file's own folder at any time, and
-    inside of a package.
-    """
+    """It may lie in another folder or in a package, and import from its own folder at any time."""
     (folder / "job" / "inside").mkdir(parents=True)
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")

@@ -238,9 +238,7 @@ def test_the_advice_names_a_hook_or_that_nothing_is_needed() -> None:
 
 
 def test_the_report_says_what_differs_between_its_rates() -> None:
-    """With one unit for both; on one machine they may differ by five, and neither is the speed of a
-    network.
-    """
+    """The two rates share one unit, and on one machine neither is the speed of a network."""
     two_machines = " ".join(str(_report(link=Link(11_000.0, 2.0))).split())
     assert " 0 - 1 20,000 0.01 " in two_machines and " all at once 11,000 2 " in two_machines
     assert "Two ranks: one large message in one direction while no other rank sends" in two_machines
@@ -262,9 +260,7 @@ def test_the_report_reads_well_as_text() -> None:
 
 
 def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
-    """Two ranks with 9.2 Gbit/s and 0.8 ms per all-reduce, beside steps of 300 ms: PowerSGD takes
-    35 ms.
-    """
+    """At 9.2 Gbit/s and 0.8 ms, beside steps of 300 ms, PowerSGD takes 35 ms."""
     cluster = cluster_of([[0, 1]], Link(9200.0, 0.8), 9200.0, "gloo")
     exchanges_of = {
         size: exchanges(numel, cluster)
@@ -286,7 +282,7 @@ def test_one_line_says_what_cannot_be_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["network"]) == 1
-    assert "no process group: start this like the training" in capsys.readouterr().err
+    assert "no process group: start this like the run" in capsys.readouterr().err
     assert main(["network", "--params", "huge"]) == 1
     assert "--params huge: expected a number" in capsys.readouterr().err
     for value in ("0.0", "nan", "inf"):  # JSON has no infinite number

@@ -1,5 +1,4 @@
-"""Runs the tests with the versions of `version_sets.py`, each in its own environment, and prints a
-Markdown table.
+"""Runs the tests with each set of `version_sets.py`, and prints a Markdown table.
 
     # make test-versions VERSIONS="2.8 2.15" ARGS=...
     python3 -m tests.versions.run_versions 2.8 2.15 -- tests/comm -x
@@ -31,9 +30,7 @@ class Counts:
 
 
 def environment(name: str) -> Path:
-    """Return the folder of the environment of the set `name`; install it if it is missing or out of
-    date.
-    """
+    """Return the folder of the set's environment; install it if it is missing or out of date."""
     folder = ENVIRONMENTS / f"torch-{name}"
     wanted = (
         f"{sets.constraints(name)}# {sys.version}\n{(sets.ROOT / 'pyproject.toml').read_text()}"

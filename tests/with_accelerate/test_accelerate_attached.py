@@ -1,6 +1,4 @@
-"""To what `CommHookKwargs` attaches, and that it acts there: several models and accelerators,
-models that go, compiled ones; and DDP without a hook.
-"""
+"""`CommHookKwargs` attaches to DDP models of any number, also compiled ones, and acts there."""
 
 import copy
 import gc
@@ -62,9 +60,7 @@ def test_the_hook_acts_in_the_stock_accelerator(run_ranks: Any) -> None:
 
 @launched
 def _several_gpus(folder: str) -> dict[str, Any]:
-    """The path that Accelerate takes with several GPUs, on CPU tensors: it wraps and calls the
-    handler elsewhere.
-    """
+    """Take Accelerate's path of several GPUs on CPU tensors: it calls the handler elsewhere."""
     # or DDP is given the number of a GPU
     with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):
         handler = power_sgd()
@@ -122,9 +118,7 @@ def test_a_handler_attaches_to_an_existing_accelerator(run_ranks: Any) -> None:
 
 @launched
 def _several_of_everything() -> None:
-    """Two models of one accelerator, a second accelerator, a model in evaluation mode: a state for
-    each DDP model.
-    """
+    """Prepare models with two accelerators, one in evaluation mode: each DDP model has a state."""
     handler = power_sgd()
     run = Training(handler).train(4)
     evaluated = run.accelerator.prepare_model(make_model(), evaluation_mode=True)

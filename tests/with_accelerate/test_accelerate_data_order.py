@@ -1,6 +1,4 @@
-"""What Accelerate needs besides the state of a hook so that a resumed run meets the same
-batches.
-"""
+"""A resumed run meets the same batches if Accelerate is told what these tests show."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,7 @@ SKIPPED = 2
 def _weights(
     hook: str | None, seedable: bool, sets_epoch: bool, folder: str, middle: bool, resumes: bool
 ) -> Any:
-    """Train for three epochs, save in the second or at its beginning, or begin there with what was
-    saved.
-    """
+    """Train three epochs and save in the second, or resume from what was saved."""
     set_seed(0)
     order = DataLoaderConfiguration(use_seedable_sampler=seedable)
     accelerator = Accelerator(kwargs_handlers=[CommHookKwargs(hook=hook)], dataloader_config=order)

@@ -1,6 +1,4 @@
-"""`CommHookKwargs` as an object: what the stock `Accelerator` accepts, what is refused, and what
-Python does to it.
-"""
+"""The stock `Accelerator` accepts a `CommHookKwargs`, which can be copied, compared and printed."""
 
 import copy
 import dataclasses

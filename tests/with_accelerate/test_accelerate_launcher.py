@@ -1,6 +1,4 @@
-"""`accelerate-commhooks launch`, and `accelerate launch` with the environment variable, as users
-start them.
-"""
+"""`accelerate-commhooks launch`, or `accelerate launch` with a variable, sets up the hook."""
 
 import json
 import os
@@ -46,9 +44,7 @@ SENTENCE = "Write `CommHookKwargs().attach(accelerator)`"
 
 @contextmanager
 def default_file(text: str) -> Iterator[Path]:
-    """Accelerate's default configuration file, which holds `text` for as long as this is used as a
-    context.
-    """
+    """Keep `text` in Accelerate's default configuration file while the context lasts."""
     path = Path(default_config_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -110,9 +106,7 @@ def run(command: list[str], temporary: Path, **environ: str) -> tuple[int, str]:
 def test_the_workers_use_what_was_handed_over(
     way: str, config: Path, temporary: Path, tmp_path: Path
 ) -> None:
-    """The section of our launcher with replicas that are sharded, the variable of Accelerate's with
-    DDP.
-    """
+    """Our launcher's section shards replicas; the variable with Accelerate's launcher uses DDP."""
     # all of them the script's
     arguments = [
         "--config_file",
@@ -226,9 +220,7 @@ def test_a_hook_that_does_nothing_is_told(config: Path, temporary: Path, tmp_pat
 
 @pytest.fixture
 def in_this_process(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """For launches of one process by `main` in the test's process, which is much faster than
-    another launcher.
-    """
+    """Launch one process by `main` in the test's own process, which is much faster."""
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     monkeypatch.setattr(sys, "executable", warm.python("accelerate"))
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)

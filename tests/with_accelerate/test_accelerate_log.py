@@ -1,6 +1,4 @@
-"""`CommHookKwargs.log`: what the hooks do, in the accelerator's trackers, read back from a real
-TensorBoard file.
-"""
+"""`CommHookKwargs.log` writes what the hooks do to trackers; TensorBoard's is read back."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""Accelerate with FSDP2 and `dp_replicate_size`: `prepare` shards within each replica, and the hook
-averages between the replicas.
-"""
+"""With `dp_replicate_size` Accelerate shards, and the hook averages between replicas."""
 
 import os
 from pathlib import Path
@@ -76,8 +74,7 @@ class Run:
         return self.handler.attached
 
 
-# --------------------------------------------------------------------------------------------------
-# gradients
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 @launched
@@ -114,8 +111,7 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path)
         assert outcome["placed"] == {("dp_shard_cp",)} and outcome["none"] == (None, {2})
 
 
-# --------------------------------------------------------------------------------------------------
-# saved
+# ---- saved ---------------------------------------------------------------------------------------
 
 
 @launched
@@ -240,8 +236,7 @@ def test_each_of_two_models_loads_its_folder_or_none_does(run_ranks: Any, tmp_pa
         assert "remove this folder" in outcome["error"]
 
 
-# --------------------------------------------------------------------------------------------------
-# lost replicas
+# ---- lost replicas -------------------------------------------------------------------------------
 
 
 @launched
@@ -280,14 +275,11 @@ def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -
             assert torch.allclose(residual, before["residuals"][name], atol=1e-6), name
 
 
-# --------------------------------------------------------------------------------------------------
-# what cannot work
+# ---- what cannot work ----------------------------------------------------------------------------
 
 
 def _forgotten() -> str:
-    """An accelerator shards, and has the handler among its `kwargs_handlers` only, or gets it after
-    `prepare`.
-    """
+    """Give a sharding accelerator its handler among `kwargs_handlers`, or after `prepare`."""
     handler = CommHookKwargs(hook="int8")
     run = Run(None)
     run.accelerator.ddp_handler = handler  # as its constructor does

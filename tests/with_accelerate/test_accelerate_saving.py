@@ -65,9 +65,7 @@ def _truncate(path: Path) -> None:
 def saved_by_two(
     worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of two ranks, and the weights three steps after a resume from it without any
-    residual.
-    """
+    """Save on two ranks, and return the weights three steps after a resume without residuals."""
     folder = tmp_path_factory.mktemp("saved")
     worker_pool.import_first("accelerate")
     worker_pool.run(_saved, str(folder))
@@ -449,9 +447,7 @@ def test_loading_on_some_ranks_only_is_an_error_on_all(run_ranks: Any, checkpoin
 
 
 def _one_process(folder: str, made_by_two: str) -> None:
-    """A plain script without a launcher: Accelerate does not wrap in DDP, and there is nothing to
-    attach a hook to.
-    """
+    """Without a launcher Accelerate does not wrap in DDP, and nothing has a hook."""
     with accelerate_launched(none=True), Warnings() as texts:
         handler = power_sgd()
         run = Training(handler, accelerator=Accelerator(kwargs_handlers=[handler]))
@@ -492,9 +488,7 @@ class Counter:
 
 @launched
 def _own_hooks_and_objects(folder: str) -> dict[str, Any]:
-    """Users who save models themselves empty the lists that hooks get; and have objects of their
-    own saved.
-    """
+    """Empty the lists that save hooks get, as users do, and save an object of one's own."""
 
     def prepare(handler: CommHookKwargs, count: int) -> tuple[Training, Counter]:
         accelerator = new_accelerator(handler)
@@ -565,9 +559,7 @@ def test_the_state_of_a_users_hook_is_saved(run_ranks: Any, tmp_path: Path) -> N
 
 
 class Pair:
-    """Two models of one shape with different gradients, and an evaluation-mode model that is
-    prepared before them.
-    """
+    """Train two models of one shape, after one in evaluation mode that is prepared first."""
 
     def __init__(self, options: Any = OPTIONS) -> None:
         self.handler = power_sgd(options)

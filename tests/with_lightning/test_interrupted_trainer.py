@@ -1,6 +1,4 @@
-"""Exceptions, Ctrl-C and signals on one rank or on all: Lightning's own emergency checkpoints, with
-a hook's state.
-"""
+"""Lightning's emergency checkpoints hold a hook's state after exceptions, Ctrl-C and signals."""
 
 import functools
 import os
@@ -37,7 +35,7 @@ from tests.support.lightning_support import (
 HOOK = PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STOPS_AT = 6  # of four steps per epoch: in the middle of the second
 LIMIT_S = 60.0  # of a collective, where nobody may wait
-SHORT_LIMIT_S = 6.0  # where Lightning waits for a rank that does not come
+SHORT_LIMIT_S = 4.0  # where Lightning waits for a rank that does not come
 
 
 class _Slurm(PoolEnvironment, SLURMEnvironment):
@@ -45,9 +43,7 @@ class _Slurm(PoolEnvironment, SLURMEnvironment):
 
 
 class _Stops(Model):
-    """At these steps, rank -> step, something happens before the backward pass; for "requeue" in
-    the middle of it.
-    """
+    """Does something at a step of each rank, before or (for "requeue") in the backward pass."""
 
     def __init__(self, what: str, at: dict[int, int], limit_s: float) -> None:
         super().__init__()
@@ -58,9 +54,7 @@ class _Stops(Model):
             self.net[2].weight.register_hook(self._signal)
 
     def on_train_start(self) -> None:
-        """The limit holds, and time counts, from here on: a rank may start slowly on a busy
-        machine.
-        """
+        """The limit and the clock begin here, because a rank may start slowly on a busy machine."""
         self.started = time.monotonic()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit_s), dist.group.WORLD)
 
@@ -93,9 +87,7 @@ def _callback(root: str, name: str) -> pl.Callback:
 def _interrupted(
     root: str, what: str, at: dict[int, int], limit_s: float, callback: str = "none"
 ) -> Any:
-    """The error that ended the training on this rank, the seconds it took, and the hook's
-    warnings.
-    """
+    """Return the error that ended the run on this rank, the seconds, and the hook's warnings."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(root, "store"), 2),
@@ -194,8 +186,7 @@ def test_the_requeue_signal_at_different_steps_and_in_mid_backward(
     _check_saved_and_resumed(run_ranks, tmp_path / "hpc_ckpt_1.ckpt", STOPS_AT)
 
 
-# ------------------------------------------------------------------------------------------- is
-# this a signal handler?
+# ---- is this a signal handler? -------------------------------------------------------------------
 
 
 class _Kept:

@@ -28,10 +28,8 @@ FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fPIC", "-fvisibility=default")
 SOURCES = {
     "powersgd.c": ("-ffp-contract=fast",),
-    "quantized.c": (
-        "-ffp-contract=off",
-        "-fno-trapping-math",
-    ),  # round every operation, as torch does
+    # round every operation, as torch does
+    "quantized.c": ("-ffp-contract=off", "-fno-trapping-math"),
 }
 """The sources, with compiler flags in addition to `FLAGS`."""
 C_TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -69,9 +67,10 @@ def is_switched_off() -> bool:
 
 
 def build(device: torch.device, results_of: Callable[[torch.dtype], bytes]) -> str:
-    """Return the id of this machine's build of some kernels, for `Compressor.native_build`: a hash
-    of the sources and of their results for `fixed_numbers` (`results_of`); "" if they are turned
-    off. Raises HookConfigError if the library cannot be loaded; see `load`.
+    """Return the id of this machine's build of some kernels, for `Compressor.native_build`.
+
+    It is a hash of the sources and of their results for `fixed_numbers` (`results_of`); "" if the
+    kernels are turned off. Raises HookConfigError if the library cannot be loaded; see `load`.
 
     Two builds of the same sources may differ in the last bits: the vector length of the processor
     determines the order of sums, and the compiler decides which multiplications and additions it
@@ -104,8 +103,9 @@ def fixed_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library; compile it first if it is not in the cache. Raises HookConfigError, with a
-    remedy, if that fails.
+    """Load the library; compile it first if it is not in the cache.
+
+    Raises HookConfigError, with a remedy, if that fails.
     """
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
@@ -114,18 +114,10 @@ def load() -> ctypes.CDLL:
             " (gcc or clang), or name one in the environment variable CC"
         )
     try:
-        processor = (
-            sorted(set(processor_lines("flags", "Features", "model name"))) or platform.processor()
-        )
-        # The key includes the processor: machines with different processors may share a home
-        # folder.
-        known_by = (compiler, FLAGS, SOURCES, platform.machine(), processor)
-        key = hashlib.sha256(source_text() + repr(known_by).encode()).hexdigest()[:16]
         with _cache_folder() as folder:
-            library = _load_or_compile(compiler.split(), folder / f"kernels_{key}.so")
-    except (
-        OSError
-    ) as error:  # the disk is full, or libraries cannot be loaded from the temporary folder either
+            library = _load_or_compile(compiler.split(), folder / f"kernels_{_key(compiler)}.so")
+    # The disk is full, or libraries cannot be loaded from the temporary folder either.
+    except OSError as error:
         raise HookConfigError(
             "the compiled native kernel cannot be saved or loaded; set XDG_CACHE_HOME to a folder"
             " that is writable and allows execution, or CC to another compiler. The system"
@@ -137,20 +129,26 @@ def load() -> ctypes.CDLL:
     return library
 
 
+def _key(compiler: str) -> str:
+    # The processor is part of it: machines with different processors may share a home folder.
+    described = sorted(set(processor_lines("flags", "Features", "model name")))
+    processor = described or platform.processor()
+    built_from = (compiler, FLAGS, SOURCES, platform.machine(), processor)
+    return hashlib.sha256(source_text() + repr(built_from).encode()).hexdigest()[:16]
+
+
 def function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    """Return a function of the library for numbers of `dtype`. It returns 0, or -1 if memory runs
-    out.
+    """Return a function of the library for numbers of `dtype`.
+
+    It returns 0, or -1 if memory runs out.
     """
-    found: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
-    return found
+    exported: Callable[..., int] = getattr(load(), f"commhooks_{name}_{C_TYPES[dtype]}")
+    return exported
 
 
 def source_text() -> bytes:
     # no files left behind by editors
-    paths = [
-        *(FOLDER / name for name in SOURCES),
-        *sorted(FOLDER.glob("*.h")),
-    ]
+    paths = [*(FOLDER / name for name in SOURCES), *sorted(FOLDER.glob("*.h"))]
     return b"".join(path.read_bytes() for path in paths if path.is_file())
 
 
@@ -173,32 +171,34 @@ def _load_or_compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
-    commands, objects = [], []
+    commands = []
+    objects = []
     for source, flags in SOURCES.items():
         for real in C_TYPES.values():
-            objects.append(str(library.parent / f"{source}_{real}.o"))
-            given = [f"-DREAL={real}", "-c", str(FOLDER / source), "-o", objects[-1]]
-            commands.append([*compiler, *FLAGS, *flags, *given])
+            object_file = str(library.parent / f"{source}_{real}.o")
+            what = [f"-DREAL={real}", "-c", str(FOLDER / source), "-o", object_file]
+            commands.append([*compiler, *FLAGS, *flags, *what])
+            objects.append(object_file)
     with ThreadPoolExecutor() as pool:
         list(pool.map(_run, commands))
     _run([*compiler, "-shared", *objects, "-lm", "-o", str(library)])
 
 
 def _run(command: Sequence[str]) -> None:
-    said = ""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=COMPILE_LIMIT_S
         )
-        failed, said = done.returncode != 0 or not Path(command[-1]).exists(), done.stderr
+        if done.returncode == 0 and Path(command[-1]).exists():
+            return
+        output = done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
-        failed, said = True, str(error)
-    if failed:
-        raise HookConfigError(
-            f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the"
-            " compiler, or name another one in the environment variable CC. Its output:"
-            f" {said.strip() or 'nothing'}"
-        )
+        output = str(error)
+    raise HookConfigError(
+        f"the native kernel cannot be compiled: {' '.join(command)} failed; repair the"
+        " compiler, or name another one in the environment variable CC. Its output:"
+        f" {output.strip() or 'nothing'}"
+    )
 
 
 @contextlib.contextmanager
@@ -213,9 +213,7 @@ def _cache_folder() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether only the user can write to `folder`. Code is loaded from it, so this is a
-    matter of security.
-    """
+    """Return whether only the user can write to `folder`, because code is loaded from it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

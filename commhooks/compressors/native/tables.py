@@ -1,5 +1,4 @@
-"""Define the arguments of the C kernels: tables with a row of 64-bit fields, laid out as the
-structs in `tables.h`.
+"""Define the arguments of the C kernels: tables of 64-bit fields, laid out as in `tables.h`.
 
 Kernels run in the OpenMP threads of torch's operators if torch's library exports `GOMP_parallel`,
 as on Linux. A second thread pool would compete with them.
@@ -26,8 +25,9 @@ _IMPORTED_IN = os.getpid()
 
 
 class Table:
-    """Base of the tables. `rows`: the values of the first fields in each row; the other fields are
-    0.
+    """Base of the tables.
+
+    `rows`: the values of the first fields in each row; the other fields are 0.
 
     Attributes:
         fields: the members of the struct, in order.
@@ -56,18 +56,15 @@ class Table:
         raise NotImplementedError
 
     def only(self: AnyTable, places: Sequence[int]) -> AnyTable:
-        """Return a table of the rows at `places` (ascending), or this table if `places` has all
-        rows.
-        """
-        return (
-            self
-            if len(places) == len(self.sizes)
-            else type(self)(self.rows[list(places)].tolist(), self.dtype)
-        )
+        """Return a table of the rows at `places` (ascending); this table if these are all rows."""
+        if len(places) == len(self.sizes):
+            return self
+        return type(self)(self.rows[list(places)].tolist(), self.dtype)
 
     def run(self, function: str, *more: float, rows: slice = ALL) -> None:
-        """Call a function of the library for consecutive `rows`, in as many threads as torch would
-        use. Raises MemoryError.
+        """Call a function of the library for consecutive `rows`, in as many threads as torch uses.
+
+        Raises MemoryError.
         """
         begin, end, _ = rows.indices(len(self.sizes))
         start, threads = team(self._elements[end] - self._elements[begin])
@@ -83,22 +80,23 @@ class Table:
         return self.rows[:, self.fields.index(field)]
 
     def point(self, **tensors: Sequence[torch.Tensor | None] | None) -> None:
-        """Write the addresses of tensors, or 0 for None, into fields. The caller must keep the
-        tensors alive.
+        """Write the addresses of tensors, or 0 for None, into fields.
+
+        The caller must keep the tensors alive.
         """
-        for field, each in tensors.items():
+        for field, column in tensors.items():
             i, j = self.pointers[field]
             place = self.fields.index(field)
-            for sizes, tensor in zip(self.sizes, each or [None] * len(self.sizes), strict=True):
-                self._numbers[place] = (
-                    0 if tensor is None else address(tensor, self.dtype, sizes[i] * sizes[j])
-                )
+            for sizes, tensor in zip(self.sizes, column or [None] * len(self.sizes), strict=True):
+                numel = sizes[i] * sizes[j]
+                self._numbers[place] = 0 if tensor is None else address(tensor, self.dtype, numel)
                 place += len(self.fields)
 
 
 class MatrixTable(Table):
-    """Lays out `struct matrix`: n, m and r, then the addresses of delta and residual (n x m) and of
-    factors (r x n, r x m).
+    """Lays out `struct matrix`.
+
+    n, m and r, then the addresses of delta and residual (n x m) and of factors (r x n, r x m).
     """
 
     fields = ("n", "m", "r", "delta", "residual", "p", "q", "mean_q", "scratch", "largest")
@@ -116,8 +114,10 @@ class MatrixTable(Table):
 
 
 class FactorTable(Table):
-    """Lays out `struct factor`: r and k, then the addresses of the rows (r x k), of replacements
-    for dependent rows, and of the result.
+    """Lays out `struct factor`.
+
+    r and k, then the addresses of the rows (r x k), of replacements for dependent rows, and of the
+    result.
     """
 
     fields = ("r", "k", "source", "refill", "to", "missing")
@@ -137,8 +137,9 @@ class FactorTable(Table):
 
 
 class PieceTable(Table):
-    """Lays out `struct piece`: the number of elements of a piece of a tensor, in whole blocks, the
-    block size, then addresses.
+    """Lays out `struct piece`.
+
+    The number of elements of a piece of a tensor, in whole blocks, the block size, then addresses.
     """
 
     fields = (
@@ -158,16 +159,14 @@ class PieceTable(Table):
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
-    """Return the address of `tensor`. Raise HookRunError unless it holds `numel` contiguous numbers
-    of `dtype` on the CPU: C accesses the memory without any other check.
+    """Return the address of `tensor`.
+
+    Raise HookRunError unless it holds `numel` contiguous numbers of `dtype` on the CPU: C accesses
+    the memory without any other check.
     """
     place = tensor.data_ptr()
-    fits = (
-        tensor.dtype == dtype
-        and tensor.numel() >= numel
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-    )
+    is_contiguous = tensor.is_cpu and tensor.is_contiguous()
+    fits = is_contiguous and tensor.dtype == dtype and tensor.numel() >= numel
     # subclasses of tensors, such as DTensor, may have no memory of their own
     if not fits or (numel and not place):
         raise HookRunError(
@@ -179,9 +178,10 @@ def address(tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> int:
 
 
 def team(elements: int) -> tuple[int | None, int]:
-    """Return the address of `GOMP_parallel`, or None, and the number of threads to use for
-    `elements`: at most as many as torch uses in this thread, and 1 if torch's threads cannot be
-    used. Results do not depend on either.
+    """Return the address of `GOMP_parallel`, or None, and the number of threads for `elements`.
+
+    At most as many threads as torch uses in this thread, and 1 if torch's threads cannot be used.
+    Results do not depend on either.
     """
     start = _entry_point()
     threads = min(torch.get_num_threads(), max(1, elements // _GRAIN))
@@ -196,9 +196,6 @@ def _entry_point() -> int | None:
     # torch loads its OpenMP into the global scope, so this finds the library that torch calls.
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
-    except (
-        AttributeError,
-        OSError,
-        TypeError,
-    ):  # another OpenMP; TypeError: Windows has no global scope
+    # Another OpenMP; TypeError: Windows has no global scope.
+    except (AttributeError, OSError, TypeError):
         return None

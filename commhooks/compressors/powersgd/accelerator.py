@@ -8,7 +8,7 @@ number depends neither on the layers nor on the rank.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,15 @@ from commhooks.gradients.loss_scale import chosen, is_one
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Holds `k` matrices `n x m` of the same rank, with deltas in one tensor, so that one kernel
-    multiplies all of them.
+    """Holds `k` matrices `n x m` of the same rank, which one kernel multiplies.
 
     Attributes:
         members: a slice of the bucket's matrices.
+        shape: `(k, n, m)`.
         delta: memory for the deltas, `k x n x m`; None if delta is computed in the bucket, and then
-        `k` is 1. p, q: the factors, `k x r x n` and `k x r x m`.
+            `k` is 1.
+        p, q: the factors, `k x r x n` and `k x r x m`.
+        largest: the largest absolute gradient of each matrix.
     """
 
     members: slice
@@ -45,36 +47,19 @@ class Block:
 
 
 class AcceleratorKernel:
-    """Implements `LowRankKernel` for matrices that consist of one parameter, on any device. If the
-    rows of P are independent (see `orthonormal_stack`), the results equal the results of
+    """Implements `LowRankKernel` for matrices that consist of one parameter, on any device.
+
+    If the rows of P are independent (see `orthonormal_stack`), the results equal the results of
     `CpuKernel` up to rounding. `stack_deltas`: copy gradients of one shape into one tensor; the
     matrices of `work` are ordered by shape (see `by_shape`).
     """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
         self.work = work
-        self.p, self.q = self._factors("P"), self._factors("Q")
+        self.p = self._factors("P")
+        self.q = self._factors("Q")
         self.largest = torch.zeros(len(work.slots), dtype=work.dtype, device=work.layout.device)
-        self.blocks: list[Block] = []
-        begin = p = q = 0
-        for _, group in itertools.groupby(work.matrices, key=_shape):
-            members = list(group)
-            n, m, r = _shape(members[0])
-            own = not work.in_bucket or (stack_deltas and len(members) > 1)
-            k = len(members) if own else 1
-            for _ in range(len(members) // k):
-                delta = (
-                    torch.zeros(k, n, m, dtype=work.dtype, device=work.layout.device)
-                    if own
-                    else None
-                )
-                own_p = self.p.flat[p : p + k * r * n].view(k, r, n)
-                own_q = self.q.flat[q : q + k * r * m].view(k, r, m)
-                largest = self.largest[begin : begin + k]
-                self.blocks.append(
-                    Block(slice(begin, begin + k), (k, n, m), delta, own_p, own_q, largest)
-                )
-                begin, p, q = begin + k, p + k * r * n, q + k * r * m
+        self.blocks = list(self._new_blocks(stack_deltas))
         # Learned state is allocated here and not when it is first written: see
         # `Compressor.allocate`.
         self._learned_q = self._new_learned_q()
@@ -82,15 +67,36 @@ class AcceleratorKernel:
         self._residual_of: list[torch.Tensor] = []
         if work.error_feedback:
             self._residuals = self._new_residuals()
-            pieces = self._residuals.whole.split(
-                [k * n * m for k, n, m in (block.shape for block in self.blocks)]
-            )
+            shapes = [block.shape for block in self.blocks]
+            pieces = self._residuals.whole.split([k * n * m for k, n, m in shapes])
             self._residual_of = [
-                piece.view(block.shape) for piece, block in zip(pieces, self.blocks, strict=True)
+                piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)
             ]
 
-    # ---- the steps
-    # ----------------------------------------------------------------------------------------------
+    def _new_blocks(self, stack_deltas: bool) -> Iterator[Block]:
+        work = self.work
+        begin = p = q = 0  # places in the matrices and in the packed factors
+        for (n, m, r), group in itertools.groupby(work.matrices, key=_shape):
+            count = len(list(group))
+            copies = not work.in_bucket or (stack_deltas and count > 1)
+            k = count if copies else 1
+            for _ in range(count // k):
+                delta = None
+                if copies:
+                    delta = torch.zeros(k, n, m, dtype=work.dtype, device=work.layout.device)
+                yield Block(
+                    slice(begin, begin + k),
+                    (k, n, m),
+                    delta,
+                    self.p.flat[p : p + k * r * n].view(k, r, n),
+                    self.q.flat[q : q + k * r * m].view(k, r, m),
+                    self.largest[begin : begin + k],
+                )
+                begin += k
+                p += k * r * n
+                q += k * r * m
+
+    # ---- the steps -------------------------------------------------------------------------------
 
     def form_p(self, bucket: BucketPass) -> None:
         self._load_deltas(bucket)
@@ -110,18 +116,14 @@ class AcceleratorKernel:
     def form_q(self, bucket: BucketPass) -> None:
         for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             torch.bmm(block.p, delta, out=block.q)
-        put_projection(
-            self.q.flat,
-            bucket.last.packed,
-            bucket.step.world_size,
-            rank=max(x.rank for x in self.work.matrices),
-        )
+        rank = max(matrix.rank for matrix in self.work.matrices)
+        put_projection(self.q.flat, bucket.last.packed, bucket.step.world_size, rank=rank)
 
     def form_remainder(self, bucket: BucketPass) -> None:
+        if not self.work.error_feedback:
+            return
         # delta = delta - P Q^T with this rank's Q: the new residual, stored in `reconstruct`.
-        for block, delta in (
-            zip(self.blocks, bucket.deltas, strict=True) if self.work.error_feedback else ()
-        ):
+        for block, delta in zip(self.blocks, bucket.deltas, strict=True):
             delta.baddbmm_(block.p.transpose(1, 2), block.q, alpha=-1)
 
     def reconstruct(
@@ -143,8 +145,7 @@ class AcceleratorKernel:
                 gradients = bucket.gradients[block.members]
                 scatter_into(delta.view(-1)[: sum(map(len, gradients))], gradients)
 
-    # ---- overridden for batched PowerSGD
-    # ----------------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD ---------------------------------------------------------
 
     def used(self, bucket: BucketPass) -> torch.Tensor:
         return bucket.first.flags > 0
@@ -155,9 +156,8 @@ class AcceleratorKernel:
 
     def keep_residuals(self, bucket: BucketPass, good: torch.Tensor) -> None:
         factor = chosen(good, bucket.step.residual_factor, 1.0) if bucket.step.unused else 1.0
-        for block, delta, residual in zip(
-            self.blocks, bucket.deltas, self.bound_residuals(bucket), strict=True
-        ):
+        residuals = self.bound_residuals(bucket)
+        for block, delta, residual in zip(self.blocks, bucket.deltas, residuals, strict=True):
             keep = good
             if bucket.step.unused:
                 # The delta of a parameter that no rank has used may contain the gradient of an
@@ -167,8 +167,7 @@ class AcceleratorKernel:
                     residual.mul_(factor)
             torch.where(keep, delta, residual, out=residual)
 
-    # ---- delta and residual
-    # ----------------------------------------------------------------------------------------
+    # ---- delta and residual ----------------------------------------------------------------------
 
     def _load_deltas(self, bucket: BucketPass) -> None:
         bucket.deltas = []
@@ -178,7 +177,8 @@ class AcceleratorKernel:
                 bucket.deltas.append(gradients[0].view(block.shape))
                 continue
             bucket.deltas.append(block.delta)
-            flat, filled = block.delta.view(-1), sum(map(len, gradients))
+            flat = block.delta.view(-1)
+            filled = sum(map(len, gradients))
             if filled < len(flat):
                 flat[filled:].zero_()
             concat_into(gradients, flat[:filled])
@@ -189,19 +189,18 @@ class AcceleratorKernel:
         has_gradient = self.largest != 0
         limit = largest_gradient(flags.dtype)
         if limit < torch.finfo(self.work.layout.dtype).max:
-            flags.copy_(
-                torch.where(self.largest > limit, float("nan"), has_gradient.to(flags.dtype))
-            )
+            flag = has_gradient.to(flags.dtype)
+            flags.copy_(torch.where(self.largest > limit, float("nan"), flag))
         else:
             flags.copy_(has_gradient)
 
     def _add_residuals(self, bucket: BucketPass) -> None:
-        factor = bucket.step.residual_factor
-        if self._residuals is None or not any(
-            slot.name in bucket.residuals for slot in self.work.slots
-        ):
+        if self._residuals is None:
+            return
+        if not any(slot.name in bucket.residuals for slot in self.work.slots):
             return
         self._residuals.gather(bucket.residuals)
+        factor = bucket.step.residual_factor
         for delta, residual in zip(bucket.deltas, self._residual_of, strict=True):
             if isinstance(factor, float):
                 delta.add_(residual, alpha=factor)
@@ -214,18 +213,16 @@ class AcceleratorKernel:
         return self._residual_of
 
     def _new_residuals(self) -> NamedViews:
-        names, begin = [], 0
-        for x in self.work.matrices:
-            names += [
-                (slot.name, begin + slot.offset - x.span[0], (slot.numel,)) for slot in x.slots
-            ]
-            begin += x.n * x.m
-        return NamedViews(
-            names, torch.zeros(begin, dtype=self.work.dtype, device=self.work.layout.device)
-        )
+        entries = []
+        numel = 0
+        for matrix in self.work.matrices:
+            first = numel - matrix.span[0]
+            entries += [(slot.name, first + slot.offset, (slot.numel,)) for slot in matrix.slots]
+            numel += matrix.n * matrix.m
+        whole = torch.zeros(numel, dtype=self.work.dtype, device=self.work.layout.device)
+        return NamedViews(entries, whole)
 
-    # ---- factors
-    # ----------------------------------------------------------------------------------------------
+    # ---- factors ---------------------------------------------------------------------------------
 
     def _factors(self, side: str) -> "PackedFactors":
         shapes = [(x.rank, x.n if side == "P" else x.m) for x in self.work.matrices]
@@ -233,11 +230,12 @@ class AcceleratorKernel:
         return PackedFactors(shapes, refill, self.work.dtype, self.work.layout.device)
 
     def _new_learned_q(self) -> NamedViews:
-        names, begin = [], 0
-        for x in self.work.matrices:
-            names.append((x.name, begin, (x.rank, x.m)))
-            begin += x.rank * x.m
-        return NamedViews(names, new_packed(begin, self.work.dtype, self.work.layout.device))
+        entries = []
+        numel = 0
+        for matrix in self.work.matrices:
+            entries.append((matrix.name, numel, (matrix.rank, matrix.m)))
+            numel += matrix.rank * matrix.m
+        return NamedViews(entries, new_packed(numel, self.work.dtype, self.work.layout.device))
 
     def _starting_q(self, bucket: BucketPass) -> torch.Tensor:
         fill = functools.partial(self._draw_q, bucket)
@@ -262,14 +260,13 @@ def _shape(matrix: Matrix) -> tuple[int, int, int]:
     return matrix.n, matrix.m, matrix.rank
 
 
-# ---- one factor of every matrix
-# ---------------------------------------------------------------------------------
+# ---- one factor of every matrix ------------------------------------------------------------------
 
-_WASTE, _SMALL = 4, 2**14
-"""Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long in
-total, or if the padded rows have at most `_SMALL` elements in total. Neither limit depends on r, so
-the number of kernels does not either.
-"""
+# Factors share a padded tensor if padding makes their rows at most `_WASTE` times as long in total,
+# or if the padded rows have at most `_SMALL` elements in total. Neither limit depends on r, so the
+# number of kernels does not either.
+_WASTE = 4
+_SMALL = 2**14
 
 
 class PackedFactors:
@@ -296,61 +293,62 @@ class PackedFactors:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        counts = [rank * length for rank, length in shapes]
-        self.numel = sum(counts)
+        numels = torch.tensor([rank * length for rank, length in shapes])
+        self.numel = int(numels.sum())
         self._memory = new_packed(self.numel, dtype, device)
         self.flat = self._memory[:-1]
-        self.matrix_of = (
-            torch.arange(len(shapes)).repeat_interleave(torch.tensor(counts)).int().to(device)
-        )
+        self.matrix_of = torch.arange(len(shapes)).repeat_interleave(numels).int().to(device)
+        self._alike = len(set(shapes)) == 1
+        """All factors have one shape, so that padded and packed tensors are the same."""
         self._groups = _grouped(shapes)
         self._sizes = [torch.Size(group.shape).numel() for group in self._groups]
+        self._members = [torch.tensor(group.members, device=device) for group in self._groups]
+        to_padded, to_packed = self._places(shapes)
+        self._to_padded = to_padded.to(device)
+        self._to_packed = to_packed.to(device)
+        zero = torch.zeros(1, dtype=refill[0].dtype)
+        random_rows = torch.cat([*(rows.flatten() for rows in refill), zero]).to(device)
+        self._refill = [unit_stack(rows)[0].to(dtype) for rows in self._padded(random_rows)]
+        self._result = self.flat
+        if not self._alike:
+            self._result = torch.zeros(sum(self._sizes), dtype=dtype, device=device)
+        self._results = self._views(self._result)
+
+    def _places(self, shapes: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where each padded element is in the packed tensor, and the reverse (int32)."""
         # Padding is read from the last element of the packed tensor, which is always zero.
         to_padded = torch.full((sum(self._sizes),), self.numel, dtype=torch.int32)
         to_packed = torch.empty(self.numel, dtype=torch.int32)
-        starts = [sum(counts[:i]) for i in range(len(counts))]
-        places = torch.arange(sum(self._sizes), dtype=torch.int32).split(self._sizes)
-        for group, here, block in zip(
-            self._groups, places, to_padded.split(self._sizes), strict=True
-        ):
+        in_packed = torch.arange(self.numel, dtype=torch.int32).split([r * k for r, k in shapes])
+        out_packed = to_packed.split([r * k for r, k in shapes])
+        in_padded = self._views(torch.arange(sum(self._sizes), dtype=torch.int32))
+        out_padded = self._views(to_padded)
+        for group, places, block in zip(self._groups, in_padded, out_padded, strict=True):
             for row, i in enumerate(group.members):
                 rank, length = shapes[i]
-                own = slice(starts[i], starts[i] + counts[i])
-                packed = torch.arange(own.start, own.stop, dtype=torch.int32)
-                block.view(group.shape)[row, :rank, :length] = packed.view(rank, length)
-                to_packed[own] = here.view(group.shape)[row, :rank, :length].flatten()
-        self._alike = len(set(shapes)) == 1
-        """All factors have one shape, so that padded and packed tensors are the same."""
-        self._to_padded, self._to_packed = to_padded.to(device), to_packed.to(device)
-        self._members = [torch.tensor(group.members, device=device) for group in self._groups]
-        given = torch.cat(
-            [each.flatten() for each in refill] + [torch.zeros(1, dtype=refill[0].dtype)]
-        ).to(device)
-        self._refill = [unit_stack(rows)[0].to(dtype) for rows in self._padded(given)]
-        self._result = (
-            self.flat if self._alike else torch.zeros(sum(self._sizes), dtype=dtype, device=device)
-        )
-        self._results = self._views(self._result)
+                block[row, :rank, :length] = in_packed[i].view(rank, length)
+                out_packed[i].copy_(places[row, :rank, :length].flatten())
+        return to_padded, to_packed
 
     def unit_rows(self, packed: torch.Tensor) -> None:
-        """Write the rows of `packed`, scaled to norm 1, into `flat`. Random rows replace zero
-        rows.
+        """Write the rows of `packed`, scaled to norm 1, into `flat`.
+
+        Random rows replace zero rows.
         """
-        for rows, refill, out in zip(
-            self._padded(packed), self._refill, self._results, strict=True
-        ):
+        padded = self._padded(packed)
+        for rows, refill, out in zip(padded, self._refill, self._results, strict=True):
             unit, missing = unit_stack(rows)
             torch.addcmul(unit, refill, missing, out=out)
         self._pack()
 
     def orthonormalize(self, arrived: torch.Tensor, keep: torch.Tensor) -> None:
-        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`, or
-        zeros for matrices whose `keep` (bool, one per matrix) is False. See `orthonormal_stack`.
+        """Write orthonormal bases of the rows of `arrived` (1-D, `numel` elements) into `flat`.
+
+        Zeros for matrices whose `keep` (bool, one per matrix) is False. See `orthonormal_stack`.
         """
         self.flat.copy_(arrived)
-        groups = zip(
-            self._padded(self._memory), self._refill, self._members, self._results, strict=True
-        )
+        padded = self._padded(self._memory)
+        groups = zip(padded, self._refill, self._members, self._results, strict=True)
         for rows, refill, members, out in groups:
             kept = keep if self._alike else keep.index_select(0, members)
             torch.mul(orthonormal_stack(rows, refill), kept.view(-1, 1, 1), out=out)
@@ -360,10 +358,8 @@ class PackedFactors:
         return self._views(packed[:-1] if self._alike else packed.index_select(0, self._to_padded))
 
     def _views(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            piece.view(x.shape)
-            for piece, x in zip(padded.split(self._sizes), self._groups, strict=True)
-        ]
+        pieces = zip(padded.split(self._sizes), self._groups, strict=True)
+        return [piece.view(group.shape) for piece, group in pieces]
 
     def _pack(self) -> None:
         if not self._alike:
@@ -371,9 +367,7 @@ class PackedFactors:
 
 
 def new_packed(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate packed factors: `numel` elements, and one more that stays zero and is read as
-    padding.
-    """
+    """Allocate packed factors: `numel` elements, and one that stays zero and is read as padding."""
     return torch.zeros(numel + 1, dtype=dtype, device=device)
 
 
@@ -385,32 +379,41 @@ class _Group:
 
 
 def _grouped(shapes: Sequence[tuple[int, int]]) -> list[_Group]:
-    groups: list[_Group] = []
-    filled = 0
-    for i in sorted(range(len(shapes)), key=lambda i: (shapes[i][1], i)):
-        rank, length = shapes[i]
-        members, k, widest = (groups[-1].members, *groups[-1].shape[:2]) if groups else ([], 0, 0)
-        if groups and (k + 1) * length <= max(_WASTE * (filled + length), _SMALL):
-            groups[-1] = _Group([*members, i], (k + 1, max(widest, rank), length))
-            filled += length
+    groups: list[list[int]] = []
+    unpadded = 0
+    for i in sorted(range(len(shapes)), key=lambda i: shapes[i][1]):
+        length = shapes[i][1]  # the largest one so far
+        padded = (len(groups[-1]) + 1) * length if groups else 0
+        if groups and padded <= max(_WASTE * (unpadded + length), _SMALL):
+            groups[-1].append(i)
+            unpadded += length
         else:
-            groups.append(_Group([i], (1, rank, length)))
-            filled = length
-    return groups
+            groups.append([i])
+            unpadded = length
+    return [_Group(members, _padded_shape(members, shapes)) for members in groups]
 
 
-# ---- orthonormal rows
-# -------------------------------------------------------------------------------------------
+def _padded_shape(
+    members: Sequence[int], shapes: Sequence[tuple[int, int]]
+) -> tuple[int, int, int]:
+    ranks, lengths = zip(*(shapes[i] for i in members), strict=True)
+    return len(members), max(ranks), max(lengths)
+
+
+# ---- orthonormal rows ----------------------------------------------------------------------------
 
 # A row is weak if the part of it that is independent of the rows before it has less than `_WEAK`
 # times its norm. `_NUDGE` times a random row is added to a weak row.
-_WEAK, _NUDGE = 1e-2, 1e-6
+_WEAK = 1e-2
+_NUDGE = 1e-6
 
 
 def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
-    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator, in about 40
-    kernels, independent of k and r. The result is in float64. Non-finite numbers count as zero.
-    `refill`: random rows of norm 1 (k x r x n), independent of `rows` with probability 1.
+    """Orthonormalise the rows of a stack of matrices (k x r x n) on an accelerator.
+
+    It takes about 40 kernels, whatever k and r are. The result is in float64. Non-finite numbers
+    count as zero. `refill`: random rows of norm 1 (k x r x n), independent of `rows` with
+    probability 1.
 
     Shifted Cholesky QR in float64, four times (Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa:
     Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices, SIAM J. Sci.
@@ -431,8 +434,9 @@ def orthonormal_stack(rows: torch.Tensor, refill: torch.Tensor) -> torch.Tensor:
 
 
 def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the Cholesky factor L (k x r x r, lower triangular) of rows rows^T, and LAPACK's info
-    (k; 0: success).
+    """Return the Cholesky factor of rows rows^T (k x r x r, lower triangular), and LAPACK's info.
+
+    The info (k) is 0 for success.
     """
     gram = torch.bmm(rows, rows.transpose(1, 2))
     # the shift: keeps it positive definite despite rounding
@@ -442,8 +446,9 @@ def _triangle(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unit_stack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale the rows of a stack (k x r x n) to norm 1 in float64, in which no square of a float32
-    overflows. Also return which rows are zero (k x r x 1); they stay zero.
+    """Scale the rows of a stack (k x r x n) to norm 1, and return which are zero (k x r x 1).
+
+    Zero rows stay zero. In float64, because there no square of a float32 overflows.
     """
     rows = rows.double()
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)

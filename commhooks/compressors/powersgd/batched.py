@@ -1,4 +1,4 @@
-"""Implement batched PowerSGD, which compresses each bucket as one square matrix padded with zeros.
+"""Implement batched PowerSGD: each bucket is compressed as one square matrix, padded with zeros.
 
 Source: `batched_powerSGD_hook` of torch.distributed. There is one residual per parameter and one Q
 per bucket.
@@ -30,9 +30,9 @@ class BucketQ(FactorField):
     def refit(
         self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
     ) -> torch.Tensor | None:
-        return (
-            super().refit(value, plan, initial) if value.shape[1] == self.shape(plan)[1] else None
-        )
+        if value.shape[1] != self.shape(plan)[1]:
+            return None
+        return super().refit(value, plan, initial)
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         # Until DDP has built its buckets the size of the matrix is unknown. `refit` discards a Q of
@@ -48,11 +48,10 @@ class BatchedCpuKernel(CpuKernel):
         self.largest = None  # `products.largest` is a single number for the whole bucket
 
     def add_residuals(self, bucket: BucketPass) -> None:
+        factor = float(bucket.step.residual_factor)
         for slot in self.work.slots:
             if slot.name in bucket.residuals:
-                self._part(bucket, slot).add_(
-                    bucket.residuals[slot.name], alpha=float(bucket.step.residual_factor)
-                )
+                self._part(bucket, slot).add_(bucket.residuals[slot.name], alpha=factor)
 
     def form_q(self, bucket: BucketPass) -> None:
         for slot in self.used(bucket)[1]:
@@ -74,8 +73,9 @@ class BatchedCpuKernel(CpuKernel):
 
 
 class BatchedAcceleratorKernel(AcceleratorKernel):
-    """Implements `LowRankKernel` for the single matrix of a bucket. `parts`: the number of elements
-    of each parameter, then of the padding.
+    """Implements `LowRankKernel` for the single matrix of a bucket.
+
+    `parts`: the number of elements of each parameter, then of the padding.
     """
 
     def __init__(self, work: PowerSGDWorkspace, *, stack_deltas: bool) -> None:
@@ -94,9 +94,8 @@ class BatchedAcceleratorKernel(AcceleratorKernel):
 
     def used(self, bucket: BucketPass) -> torch.Tensor:
         used = bucket.first.flags > 0
-        elements = torch.cat([used, used.new_zeros(1)]).repeat_interleave(
-            self.parts, output_size=self._size
-        )
+        used_parts = torch.cat([used, used.new_zeros(1)])
+        elements = used_parts.repeat_interleave(self.parts, output_size=self._size)
         bucket.used_elements = elements.view(self.blocks[0].shape)
         return used.any().view(1)
 
@@ -134,26 +133,20 @@ class BatchedPowerSGDCompressor(LowRankCompressor[BatchedPowerSGD]):
         side = square_side(numel)
         rank = min(side, self.config.matrix_approximation_rank)
         first, last = parameters[0].name, parameters[-1].name
-        label = (
-            first
-            if len(parameters) == 1
-            else f"bucket {first} .. {last} ({len(parameters)} parameters)"
-        )
+        label = f"bucket {first} .. {last} ({len(parameters)} parameters)"
+        if len(parameters) == 1:
+            label = first
         sparse = any(info.sparse for info in parameters)
-        complex_numbers = any(info.parameter.is_complex() for info in parameters)
         # The key identifies the sequence of parameters: a bucket of other parameters forms another
         # matrix.
         key = f"batched.{agreement_key([info.name for info in parameters]):016x}"
         plan = MatrixPlan(label, (numel,), numel, dtype, state_name=key, lowered=not sparse)
-        if sparse or complex_numbers or 2 * side * rank >= numel:
-            reason = (
-                "sparse gradient"
-                if sparse
-                else "complex numbers"
-                if complex_numbers
-                else "too small"
-            )
-            return [replace(plan, reason=reason)]
+        if sparse:
+            return [replace(plan, reason="sparse gradient")]
+        if any(info.parameter.is_complex() for info in parameters):
+            return [replace(plan, reason="complex numbers")]
+        if 2 * side * rank >= numel:
+            return [replace(plan, reason="too small")]
         return [replace(plan, compressed=True, flags=len(parameters), n=side, m=side, rank=rank)]
 
     def workspace(self, layout: BucketLayout, plans: Sequence[UnitPlan]) -> LowRankKernel:

@@ -1,6 +1,4 @@
-"""Define the compressor of PowerSGD: which matrices it compresses, its learned state, and the
-kernel of a bucket.
-"""
+"""Define the compressor of PowerSGD: what it compresses, its learned state and its kernels."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -59,10 +57,12 @@ class FactorField(StateField):
     def refit(
         self, value: torch.Tensor, plan: UnitPlan, initial: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Truncate to the new rank, or append rows of `initial`, or else zeros, which the kernel
-        replaces.
+        """Truncate to the new rank, or append rows of `initial`.
+
+        Without `initial` they are zeros, which the kernel replaces.
         """
-        rank, rows = self.shape(plan)[0], len(value)
+        rank, _ = self.shape(plan)
+        rows = len(value)
         if not rank:
             return None
         if rows >= rank:
@@ -90,11 +90,8 @@ class ParameterQ(FactorField):
             return None
         rest = order[1:]
         ordered = sorted(rest)
-        return (
-            saved.detach()
-            .permute(0, *(1 + ordered.index(dim) for dim in rest))
-            .reshape(saved.shape[0], -1)
-        )
+        in_memory_order = saved.detach().permute(0, *(1 + ordered.index(dim) for dim in rest))
+        return in_memory_order.reshape(saved.shape[0], -1)
 
     def problem(self, value: torch.Tensor, plan: UnitPlan) -> str | None:
         rank, m = self.shape(plan)
@@ -143,15 +140,16 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
         residual = factors = copies = 0
-        for p in cast(Sequence[MatrixPlan], plans):  # made by `plan`
-            if not p.compressed:
+        for plan in cast(Sequence[MatrixPlan], plans):  # made by `plan`
+            if not plan.compressed:
                 continue
-            itemsize = compute_dtype(p.dtype).itemsize
-            residual += p.numel * itemsize if self.config.use_error_feedback else 0
-            factors += (p.rank * p.m + max(p.rank, 2) * (p.n + p.m)) * itemsize
-            if p.n * p.m != p.numel or real_itemsize(p.dtype) != itemsize:
-                copies += p.n * p.m * itemsize
-        packed = sum(_packed_bytes(rows, self.wire_dtype) for rows in buckets)
+            n, m, rank = plan.n, plan.m, plan.rank
+            itemsize = compute_dtype(plan.dtype).itemsize
+            residual += plan.numel * itemsize if self.config.use_error_feedback else 0
+            factors += (rank * m + max(rank, 2) * (n + m)) * itemsize
+            if n * m != plan.numel or real_itemsize(plan.dtype) != itemsize:
+                copies += n * m * itemsize
+        packed = sum(_packed_bytes(bucket, self.wire_dtype) for bucket in buckets)
         return MemoryPlan(residual, factors, packed, "P and Q", copies)
 
     def kernel(self, layout: BucketLayout, matrices: list[Matrix]) -> LowRankKernel:
@@ -162,20 +160,19 @@ class LowRankCompressor(Compressor[AnyPowerSGD]):
         work = PowerSGDWorkspace(layout, matrices, self.config, wire_dtype)
         shapes = [(x.n, x.m, x.rank) for x in matrices]
         if self.native:
-            return self.Cpu(
-                work, NativeProducts(shapes, work.dtype, refills=self.q.per == "parameter")
-            )
+            refills = self.q.per == "parameter"
+            return self.Cpu(work, NativeProducts(shapes, work.dtype, refills=refills))
         return self.Cpu(work, TorchProducts(shapes, work.dtype))
 
 
-def _packed_bytes(rows: Sequence[UnitPlan], wire: torch.dtype | None) -> int:
-    matrices = [p for p in rows if p.compressed]
-    if not matrices:
+def _packed_bytes(bucket: Sequence[UnitPlan], wire_dtype: torch.dtype | None) -> int:
+    if not any(plan.compressed for plan in bucket):
         return 0
-    plain = sum(
-        p.numel_sent * p.wire_itemsize(wire) for p in rows if not p.compressed and p.lowered
+    sent = [plan for plan in bucket if plan.compressed or plan.lowered]
+    return sum(
+        (plan.numel_sent + (plan.flags if plan.compressed else 0)) * plan.wire_itemsize(wire_dtype)
+        for plan in sent
     )
-    return plain + sum((p.numel_sent + p.flags) * p.wire_itemsize(wire) for p in matrices)
 
 
 class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
@@ -183,20 +180,21 @@ class PowerSGDCompressor(LowRankCompressor[PowerSGD]):
     q = ParameterQ("q")
 
     def plan_parameter(self, info: ParameterInfo) -> MatrixPlan:
-        """Compress a matrix if `(n + m) * rank * min_compression_rate < n * m`, as torch's
-        `_should_compress` does, and `(n + m) * rank < n * m`.
+        """Compress a matrix if `(n + m) * rank * max(1, min_compression_rate) < n * m`.
+
+        torch's `_should_compress` has the same rule, without the 1.
         """
         parameter = info.parameter
         if parameter.dim() < 2:
             return MatrixPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
         n, m = matrix_shape(parameter)
         rank = min(n, m, self.config.matrix_approximation_rank)
-        sent, min_rate = (n + m) * rank, self.config.min_compression_rate
+        min_rate = self.config.min_compression_rate
+        sent = (n + m) * rank
         if sent >= parameter.numel() or sent * min_rate >= parameter.numel():
             saved = parameter.numel() / sent
-            return MatrixPlan.uncompressed(
-                info, f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})"
-            )
+            reason = f"saves only {saved:.2g}x (min_compression_rate={min_rate:g})"
+            return MatrixPlan.uncompressed(info, reason)
         plan = MatrixPlan.uncompressed(info, "")
         return dataclasses.replace(plan, compressed=True, flags=1, n=n, m=m, rank=rank)
 

@@ -1,6 +1,4 @@
-"""Compute a step of PowerSGD on the CPU, matrix by matrix, with torch's products or with the C
-kernel.
-"""
+"""Compute a step of PowerSGD on the CPU, matrix by matrix, with torch or with the C kernel."""
 
 import functools
 import itertools
@@ -27,16 +25,20 @@ Refill = Callable[[int], torch.Tensor]
 
 
 class CpuKernel:
-    """Implements `LowRankKernel` for matrices that consist of one parameter. `own_deltas`: memory
-    for each matrix's delta, n x m; None if delta is computed in the bucket. `largest`: the largest
-    absolute gradient of each parameter, or None.
+    """Implements `LowRankKernel` for matrices that consist of one parameter.
+
+    `copies`: memory for each matrix's delta, n x m; None if delta is computed in the bucket.
+    `largest`: the largest absolute gradient of each parameter, or None.
     """
 
     def __init__(self, work: PowerSGDWorkspace, products: "TorchProducts | NativeProducts") -> None:
-        self.work, self.products, self.largest = work, products, products.largest
+        self.work = work
+        self.products = products
+        self.largest = products.largest
         # Bind `work` and not `self`: a reference cycle would delay freeing the kernel's memory.
-        self._refill_p, self._refill_q = (functools.partial(work.refill, side) for side in "PQ")
-        self.own_deltas = [
+        self._refill_p = functools.partial(work.refill, "P")
+        self._refill_q = functools.partial(work.refill, "Q")
+        self.copies = [
             None if work.in_bucket else torch.zeros(x.n, x.m, dtype=work.dtype)
             for x in work.matrices
         ]
@@ -46,7 +48,9 @@ class CpuKernel:
         self._largest_gradient = largest_gradient(work.buffer.dtype)
 
     def form_p(self, bucket: BucketPass) -> None:
-        work, products, flags, largest = self.work, self.products, bucket.first.flags, self.largest
+        work = self.work
+        flags = bucket.first.flags
+        largest = self.largest
         # Write the flags here, unless `products.form_p` computes `largest`.
         if largest is None:
             gradients = [slot.of(bucket.flat) for slot in work.slots]
@@ -56,19 +60,18 @@ class CpuKernel:
         # delta = gradient; `products.form_p` adds the residuals that `add_residuals` returns.
         self._load_gradients(bucket)
         residuals = self.add_residuals(bucket) if work.error_feedback else None
-        known = bucket.q if work.warm_start else {}
+        learned = bucket.q if work.warm_start else {}
         q = [
-            known[x.name] if x.name in known else work.draw_q(x, bucket.step.number)
+            learned[x.name] if x.name in learned else work.draw_q(x, bucket.step.number)
             for x in work.matrices
         ]
         # Only the span of Q matters. Without the scaling, P would grow with the square of the
         # gradient, because Q is about as large as the gradient of the step before.
-        products.unit_rows(q, self._refill_q)
-        products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
+        self.products.unit_rows(q, self._refill_q)
+        self.products.form_p(bucket.deltas, residuals, float(bucket.step.residual_factor))
         if largest is not None:
-            flags.copy_(
-                (largest > 0).double().masked_fill_(largest > self._largest_gradient, float("nan"))
-            )
+            is_nonzero = (largest > 0).double()
+            flags.copy_(is_nonzero.masked_fill_(largest > self._largest_gradient, float("nan")))
         for p, out in self._sent_p:
             pack_factor(p, out, bucket.step.world_size)
 
@@ -82,14 +85,12 @@ class CpuKernel:
             put_projection(q, out, bucket.step.world_size, rank=rank)
 
     def form_remainder(self, bucket: BucketPass) -> None:
-        """Do nothing: `reconstruct` computes the residual together with the gradient, and reads
-        delta once for both.
-        """
+        """Do nothing: `reconstruct` reads delta once for the residual and the gradient."""
 
     def reconstruct(
         self, bucket: BucketPass, good: torch.Tensor | bool, finite: torch.Tensor
     ) -> None:
-        work, products = self.work, self.products
+        work = self.work
         residuals: Tensors | None = None
         idle: list[Slot] = []
         if good:  # learn: Q = mean Q, residual = delta - P Q^T
@@ -98,12 +99,14 @@ class CpuKernel:
             if work.error_feedback and places:
                 residuals = self.residuals_to_write(bucket, places, idle)
         else:  # learn nothing; NaN in Q makes the gradient NaN if this bucket is not finite
-            places, mean_q = list(range(len(work.matrices))), products.q
+            places = list(range(len(work.matrices)))
+            mean_q = self.products.q
             nan_if_bad = torch.where(finite, 0.0, float("nan")).to(work.dtype)
-            for mine, arrived in zip(mean_q, bucket.last.factors, strict=True):
-                mine.copy_(arrived).add_(nan_if_bad)
+            for q, arrived in zip(mean_q, bucket.last.factors, strict=True):
+                q.copy_(arrived).add_(nan_if_bad)
         # The residuals first, because the gradient P mean_Q^T then overwrites delta.
-        products.reconstruct(places, [bucket.deltas[i] for i in places], residuals, mean_q)
+        deltas = [bucket.deltas[i] for i in places]
+        self.products.reconstruct(places, deltas, residuals, mean_q)
         for i in () if work.in_bucket else places:
             bucket.gradients[i].copy_(bucket.deltas[i].view(-1)[: len(bucket.gradients[i])])
         factor = float(bucket.step.residual_factor)
@@ -112,8 +115,7 @@ class CpuKernel:
                 bucket.residuals[slot.name].mul_(factor)
             slot.of(bucket.flat).zero_()
 
-    # ---- overridden for batched PowerSGD
-    # -------------------------------------------------------------------------
+    # ---- overridden for batched PowerSGD ---------------------------------------------------------
 
     def add_residuals(self, bucket: BucketPass) -> Residuals | None:
         return [bucket.residuals.get(slot.name) for slot in self.work.slots]
@@ -123,28 +125,27 @@ class CpuKernel:
     ) -> Tensors | None:
         return [self.residual(bucket, self.work.slots[i]) for i in places]
 
-    # ---- parts of the steps
-    # --------------------------------------------------------------------------------------
+    # ---- parts of the steps ----------------------------------------------------------------------
 
     def _load_gradients(self, bucket: BucketPass) -> None:
         bucket.deltas = []
-        for own, gradient, x in zip(
-            self.own_deltas, bucket.gradients, self.work.matrices, strict=True
-        ):
-            if own is not None:
-                own.view(-1)[: len(gradient)].copy_(gradient)
-                own.view(-1)[len(gradient) :].zero_()
-            bucket.deltas.append(gradient.view(x.n, x.m) if own is None else own)
+        matrices = zip(self.copies, bucket.gradients, self.work.matrices, strict=True)
+        for copy, gradient, matrix in matrices:
+            if copy is not None:
+                copy.view(-1)[: len(gradient)].copy_(gradient)
+                copy.view(-1)[len(gradient) :].zero_()
+            bucket.deltas.append(gradient.view(matrix.n, matrix.m) if copy is None else copy)
 
     def used(self, bucket: BucketPass) -> tuple[list[int], list[Slot]]:
+        """Return the indices of the matrices with a gradient on some rank, and the other slots."""
         used = (bucket.first.flags > 0).tolist()
-        places = [i for i, own in enumerate(self.work.flags_of) if any(used[own])]
-        return places, [] if all(used) else [
-            slot for slot, has in zip(self.work.slots, used, strict=True) if not has
-        ]
+        places = [i for i, flags in enumerate(self.work.flags_of) if any(used[flags])]
+        slots = zip(self.work.slots, used, strict=True)
+        return places, [slot for slot, is_used in slots if not is_used]
 
     def _keep_q(self, bucket: BucketPass, i: int) -> torch.Tensor:
-        name, arrived = self.work.matrices[i].name, bucket.last.factors[i]
+        name = self.work.matrices[i].name
+        arrived = bucket.last.factors[i]
         if name not in bucket.q:
             bucket.q[name] = torch.empty_like(arrived, dtype=self.work.dtype)
         return bucket.q[name].copy_(arrived)
@@ -156,19 +157,18 @@ class CpuKernel:
 
 
 def _pieces(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    return [
-        piece.view_as(x)
-        for piece, x in zip(packed.split([x.numel() for x in like]), like, strict=True)
-    ]
+    pieces = packed.split([factor.numel() for factor in like])
+    return [piece.view_as(factor) for piece, factor in zip(pieces, like, strict=True)]
 
 
-# ---- the products, with torch
-# ------------------------------------------------------------------------------------
+# ---- the products, with torch --------------------------------------------------------------------
 
 
 class TorchProducts:
-    """Computes the products with torch: one `mm` per matrix, never a batch, and on aligned memory,
-    because bits can depend on both. `shapes`: n, m and rank of each matrix.
+    """Computes the products with torch.
+
+    It calls one `mm` per matrix, never a batch, and on aligned memory, because bits can depend on
+    both. `shapes`: n, m and rank of each matrix.
 
     A factor of rank 1 is padded with a row of zeros: for products with a single row the BLAS would
     use another algorithm, whose bits depend on the alignment of the memory.
@@ -190,8 +190,9 @@ class TorchProducts:
         self.pieces = [(p, q, len(p)) for p, q in zip(self.p, self.q, strict=True)]
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
-        """Set q to the rows of `sources` (r x m), scaled to norm 1. Rows of `refill` replace zero
-        rows.
+        """Set q to the rows of `sources` (r x m), scaled to norm 1.
+
+        Rows of `refill` replace zero rows.
         """
         for i, rows in enumerate(sources):
             self._set(self._q[i], _filled_unit_rows(rows, functools.partial(refill, i)))
@@ -202,12 +203,12 @@ class TorchProducts:
             self._set(self._p[i], _basis(rows, functools.partial(refill, i)))
 
     def form_p(self, deltas: Tensors, residuals: Residuals | None, factor: float) -> None:
-        """Compute delta += factor * residual in place, then P = delta Q. Deltas are n x m,
-        residuals flat or None.
+        """Compute delta += factor * residual in place, then P = delta Q.
+
+        Deltas are n x m, residuals flat or None.
         """
-        for p, q, delta, residual in zip(
-            self._p, self._q, deltas, residuals or [None] * len(deltas), strict=True
-        ):
+        residuals = residuals or [None] * len(deltas)
+        for p, q, delta, residual in zip(self._p, self._q, deltas, residuals, strict=True):
             if residual is not None:
                 delta.view(-1).add_(residual, alpha=factor)
             torch.mm(q, delta.t(), out=p)
@@ -223,9 +224,10 @@ class TorchProducts:
         residuals: Tensors | None,
         mean_q: Tensors | None,
     ) -> None:
-        """Compute residual = delta - P Q^T if `residuals` are given, then delta = P mean_Q^T if
-        `mean_q` is given. The lists have one tensor per element of `places`, the indices of
-        matrices.
+        """Compute residual = delta - P Q^T, then delta = P mean_Q^T.
+
+        The first only if `residuals` are given, the second only if `mean_q` is given. The lists
+        have one tensor per element of `places`, the indices of matrices.
         """
         for k, i in enumerate(places):
             if residuals is not None:
@@ -242,8 +244,9 @@ class TorchProducts:
 
 
 def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero. Return the result, and which
-    rows are zero (r x 1, bool).
+    """Scale each row of `rows` (r x k) to norm 1; zero rows stay zero.
+
+    Return the result, and which rows are zero (r x 1, bool).
 
     Divides by the largest element first, because in float32 the square of 1e30 overflows and the
     square of 1e-38 is 0.
@@ -259,8 +262,9 @@ def unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def orthonormal_rows(
     rows: torch.Tensor, refill: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orthonormalise `rows` (r x k, r <= k). Return the basis (r x k) and which rows were dependent
-    (r, bool).
+    """Orthonormalise `rows` (r x k, r <= k).
+
+    Return the basis (r x k) and which rows were dependent (r, bool).
 
     Householder QR turns a row that is a combination of the rows before it into an arbitrary
     orthonormal row, made of rounding errors. If `refill` (r x k, independent rows) is given, its
@@ -281,8 +285,8 @@ def _filled_unit_rows(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) ->
 
 
 def _basis(rows: torch.Tensor, refill: Callable[[], torch.Tensor]) -> torch.Tensor:
-    found, missing = orthonormal_rows(rows, None)
-    return orthonormal_rows(rows, refill())[0] if missing.any() else found
+    basis, missing = orthonormal_rows(rows, None)
+    return orthonormal_rows(rows, refill())[0] if missing.any() else basis
 
 
 # Up to this rank, r outer products are faster than a matrix product. They need no padding, because
@@ -322,20 +326,21 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + height, n)) for begin in range(0, n, height))
 
 
-# ---- the products, with the C kernel, native/powersgd.c
-# ----------------------------------------------------------
+# ---- the products, with the C kernel, native/powersgd.c ------------------------------------------
 
 
 class NativeProducts:
-    """Computes the same as `TorchProducts`, up to rounding, with one call of the C library for all
-    matrices, which reads each matrix once. P and Q are packed as they are sent. `refills`: whether
-    the C library also replaces dependent rows of P; otherwise torch does.
+    """Computes the same as `TorchProducts`, up to rounding, with the C library.
+
+    One call for all matrices reads each matrix once. P and Q are packed as they are sent.
+    `refills`: whether the C library also replaces dependent rows of P; otherwise torch does.
     """
 
     def __init__(
         self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, refills: bool = True
     ) -> None:
-        self._dtype, self._refills = dtype, refills
+        self._dtype = dtype
+        self._refills = refills
         self._least_norm = 10 * torch.finfo(dtype).eps
         p, self.p = _packed([(r, n) for n, _, r in shapes], dtype)
         q, self.q = _packed([(r, m) for _, m, r in shapes], dtype)
@@ -346,7 +351,8 @@ class NativeProducts:
         self._matrices = MatrixTable(shapes, dtype)
         self._matrices.point(p=self.p, q=self.q)
         self.largest = self._matrices.column("largest").view(torch.float64)
-        self._rows_p, self._rows_q = _to(self.p, dtype), _to(self.q, dtype)
+        self._rows_p = _to(self.p, dtype)
+        self._rows_q = _to(self.q, dtype)
 
     def unit_rows(self, sources: Tensors, refill: Refill) -> None:
         for i in self._unit_rows(self._rows_q, sources, orthogonal=False):
@@ -354,13 +360,14 @@ class NativeProducts:
 
     def orthonormalize(self, sources: Tensors, refill: Refill) -> None:
         for i in self._unit_rows(self._rows_p, sources, orthogonal=True):
-            rows, out = sources[i], self.p[i]
+            rows = sources[i]
+            out = self.p[i]
             if self._refills:
-                other = refill(i)
+                random_rows = refill(i)
                 table = _to([out], self._dtype)
-                table.point(refill=[other])
+                table.point(refill=[random_rows])
                 if self._unit_rows(table, [rows], orthogonal=True):
-                    out.copy_(orthonormal_rows(rows, other)[0])
+                    out.copy_(orthonormal_rows(rows, random_rows)[0])
             else:
                 out.copy_(_basis(rows, functools.partial(refill, i)))
 
@@ -395,9 +402,8 @@ def _packed(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     numels = [r * length for r, length in shapes]
     flat = torch.zeros(sum(numels), dtype=dtype)
-    return flat, [
-        piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)
-    ]
+    pieces = zip(flat.split(numels), shapes, strict=True)
+    return flat, [piece.view(shape) for piece, shape in pieces]
 
 
 def _to(factors: Tensors, dtype: torch.dtype) -> FactorTable:

@@ -26,8 +26,9 @@ from commhooks.gradients.layout import BucketLayout, Slot
 def low_rank_exchange(
     flat: torch.Tensor, work: "LowRankKernel", state: State, step: StepInfo
 ) -> Exchange:
-    """Run one step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2. See
-    `Compressor.exchange`.
+    """Run one step: Algorithm 1 on each matrix, inside the error feedback of Algorithm 2.
+
+    See `Compressor.exchange`.
     """
     kernel = work
     bucket = BucketPass(flat, kernel.work, state, step)
@@ -54,23 +55,27 @@ def low_rank_exchange(
 
 
 class LowRankKernel(Protocol):
-    """Defines the arithmetic of a step, for all matrices of a bucket. `CpuKernel` branches on
-    tensor values. `AcceleratorKernel` uses masks, so that the host never waits for the device.
+    """Defines the arithmetic of a step, for all matrices of a bucket.
+
+    `CpuKernel` branches on tensor values. `AcceleratorKernel` uses masks, so that the host never
+    waits for the device.
     """
 
     work: "PowerSGDWorkspace"
 
     def form_p(self, bucket: "BucketPass") -> None:
-        """Write P = delta Q into the first message, where delta = gradient + residual. Also write a
-        flag per parameter: 1 if its gradient is not zero, 0 if it is, NaN if it is too large for
-        the wire dtype.
+        """Write P = delta Q into the first message, where delta = gradient + residual.
+
+        Also write a flag per parameter: 1 if its gradient is not zero, 0 if it is, NaN if it is too
+        large for the wire dtype.
         """
 
     def orthonormalize(self, bucket: "BucketPass") -> None: ...
 
     def form_q(self, bucket: "BucketPass") -> None:
-        """Write Q = delta^T P into the last message. Leave out parameters without a gradient on any
-        rank.
+        """Write Q = delta^T P into the last message.
+
+        Leave out parameters without a gradient on any rank.
         """
 
     def form_remainder(self, bucket: "BucketPass") -> None:
@@ -79,16 +84,18 @@ class LowRankKernel(Protocol):
     def reconstruct(
         self, bucket: "BucketPass", good: torch.Tensor | bool, finite: torch.Tensor
     ) -> None:
-        """Write gradient = P Q^T, with the mean Q, into the bucket. If `good`, store the mean Q,
-        and residual = delta - P Q^T with this rank's Q. If not `finite`, the gradients become NaN
-        on every rank. A parameter without a gradient on any rank keeps its residual, because DDP
-        may discard its result.
+        """Write gradient = P Q^T, with the mean Q, into the bucket.
+
+        If `good`, store the mean Q, and residual = delta - P Q^T with this rank's Q. If not
+        `finite`, the gradients become NaN on every rank. A parameter without a gradient on any rank
+        keeps its residual, because DDP may discard its result.
         """
 
 
 class BucketPass:
-    """Holds the tensors of one bucket in one backward pass. `flat`, the bucket's 1-D buffer,
-    changes in place.
+    """Holds the tensors of one bucket in one backward pass.
+
+    `flat`, the bucket's 1-D buffer, changes in place.
 
     Attributes:
         q, residuals: learned state: per matrix, `r x m`; per parameter, flat in memory order.
@@ -107,19 +114,24 @@ class BucketPass:
     def __init__(
         self, flat: torch.Tensor, work: "PowerSGDWorkspace", state: State, step: StepInfo
     ) -> None:
-        self.flat, self.work, self.step = flat, work, step
-        self.q, self.residuals = state["q"], state["residual"]
+        self.flat = flat
+        self.work = work
+        self.step = step
+        self.q = state["q"]
+        self.residuals = state["residual"]
         pieces = flat.split(work.sizes)
         self.gradients = [pieces[i] for i in work.place_of_matrix]
         self.plain = [pieces[i] for i in work.place_of_plain]
-        self.first, self.last = work.first, work.last
+        self.first = work.first
+        self.last = work.last
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Describes an `n x m` matrix to compress at `rank`. Its elements are the gradients in `slots`,
-    adjacent in the bucket. PowerSGD: one slot of n * m elements. Batched PowerSGD: all slots of a
-    bucket, padded with zeros to a square.
+    """Describes an `n x m` matrix to compress at `rank`.
+
+    Its elements are the gradients in `slots`, adjacent in the bucket. PowerSGD: one slot of n * m
+    elements. Batched PowerSGD: all slots of a bucket, padded with zeros to a square.
     """
 
     name: str
@@ -134,9 +146,10 @@ class Matrix:
 
 
 class Message:
-    """Holds the tensor of one all-reduce (`buffer`): factors (`packed`), then uncompressed
-    gradients (`plain`), then flags. `factors`: the shape of each matrix's factor, `r x length`; the
-    attribute has views of them.
+    """Holds the tensor of one all-reduce (`buffer`) and views of its parts.
+
+    These are factors (`packed`), then uncompressed gradients (`plain`), then flags. `factors`: the
+    shape of each matrix's factor, `r x length`; the attribute has views of them.
 
     Before the all-reduce the buffer holds this rank's numbers, divided by the world size;
     afterwards the means. A flag is 1 if its parameter's gradient is not zero, else 0; after the sum
@@ -148,21 +161,13 @@ class Message:
     ) -> None:
         self.buffer = buffer
         numels = [rank * length for rank, length in factors]
-        end = sum(numels)
-        self.packed, self.plain, self.flags = (
-            buffer[:end],
-            buffer[end : end + plain],
-            buffer[end + plain :][:flags],
-        )
-        self.factors = [
-            piece.view(shape)
-            for piece, shape in zip(self.packed.split(numels), factors, strict=True)
-        ]
+        self.packed, self.plain, self.flags = buffer.split([sum(numels), plain, flags])
+        pieces = self.packed.split(numels)
+        self.factors = [piece.view(shape) for piece, shape in zip(pieces, factors, strict=True)]
 
 
 class PowerSGDWorkspace:
-    """Holds the matrices of one bucket layout, in the order in which they are sent, and the memory
-    of their messages.
+    """Holds the matrices of one bucket layout, in the order of sending, and their messages.
 
     Attributes:
         slots: the parameters in the matrices.
@@ -180,16 +185,17 @@ class PowerSGDWorkspace:
         config: PowerSGD,
         wire_dtype: torch.dtype,
     ) -> None:
-        self.layout, self.matrices = layout, matrices
+        self.layout = layout
+        self.matrices = matrices
         self.dtype = precision.compute_dtype(layout.dtype)
-        self.error_feedback, self.warm_start = config.use_error_feedback, config.warm_start
+        self.error_feedback = config.use_error_feedback
+        self.warm_start = config.warm_start
         self.slots = [slot for matrix in matrices for slot in matrix.slots]
         starts = list(itertools.accumulate((len(matrix.slots) for matrix in matrices), initial=0))
         self.flags_of = list(map(slice, starts, starts[1:]))
         compressed = [matrix.span for matrix in matrices]
-        padded = any(
-            stop - start < x.n * x.m for (start, stop), x in zip(compressed, matrices, strict=True)
-        )
+        numels = [stop - start for start, stop in compressed]
+        padded = numels != [matrix.n * matrix.m for matrix in matrices]
         self.in_bucket = layout.dtype == self.dtype and not padded
         plain = _gaps(sorted(compressed), layout.numel)
         spans = sorted([*compressed, *plain])
@@ -197,14 +203,15 @@ class PowerSGDWorkspace:
         self.place_of_matrix = [spans.index(span) for span in compressed]
         self.place_of_plain = [spans.index(span) for span in plain]
         self._seed = config.random_seed
-        plain_numel, flags = sum(stop - start for start, stop in plain), starts[-1]
+        plain_numel = sum(stop - start for start, stop in plain)
+        flags = len(self.slots)
         size_p = sum(x.rank * x.n for x in matrices) + plain_numel + flags
         size_q = sum(x.rank * x.m for x in matrices)
         self.buffer = torch.zeros(size_p + size_q, dtype=wire_dtype, device=layout.device)
-        self.first = Message(
-            [(x.rank, x.n) for x in matrices], plain_numel, flags, self.buffer[:size_p]
-        )
-        self.last = Message([(x.rank, x.m) for x in matrices], 0, 0, self.buffer[size_p:])
+        shapes_p = [(x.rank, x.n) for x in matrices]
+        shapes_q = [(x.rank, x.m) for x in matrices]
+        self.first = Message(shapes_p, plain_numel, flags, self.buffer[:size_p])
+        self.last = Message(shapes_q, 0, 0, self.buffer[size_p:])
 
     def draw_q(self, matrix: Matrix, step: int) -> torch.Tensor:
         purpose = "Q" if self.warm_start else f"Q at step {step}"
@@ -219,8 +226,9 @@ class PowerSGDWorkspace:
 def draw(
     seed: int, name: str, purpose: str, rank: int, length: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Draw standard normal numbers, `rank x length`, on the CPU. They are equal on every rank, for
-    every bucket layout, and after a restart.
+    """Draw standard normal numbers, `rank x length`, on the CPU.
+
+    They are equal on every rank, for every bucket layout, and after a restart.
     """
     digest = hashlib.sha256(f"{seed}\0{name}\0{purpose}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -228,9 +236,10 @@ def draw(
 
 
 def _gaps(spans: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    gaps, at = [], 0
+    gaps = []
+    previous_end = 0
     for begin, end in [*spans, (numel, numel)]:
-        if begin > at:
-            gaps.append((at, begin))
-        at = end
+        if begin > previous_end:
+            gaps.append((previous_end, begin))
+        previous_end = end
     return gaps

@@ -9,8 +9,10 @@ import torch
 
 
 class ReferenceMatrix:
-    """Simulates one parameter on `world_size` ranks. `q`: the initial Q, m x r. `torch_residual`:
-    compute the residual as torch's hook does, `delta - P Q^T` with the averaged Q.
+    """Simulates one parameter on `world_size` ranks.
+
+    `q`: the initial Q, m x r. `torch_residual`: compute the residual as torch's hook does,
+    `delta - P Q^T` with the averaged Q.
     """
 
     def __init__(
@@ -38,8 +40,8 @@ class ReferenceMatrix:
         p = gram_schmidt(torch.stack([delta @ self.q for delta in deltas]).sum(0))
         local_qs = [delta.T @ p for delta in deltas]
         q = torch.stack(local_qs).mean(0)
-        used = [q] * self.world_size if self.torch_residual else local_qs
-        self.residuals = [delta - p @ each.T for delta, each in zip(deltas, used, strict=True)]
+        qs = [q] * self.world_size if self.torch_residual else local_qs
+        self.residuals = [delta - p @ q.T for delta, q in zip(deltas, qs, strict=True)]
         self.q = q
         return p @ q.T
 
@@ -49,8 +51,9 @@ def plain_mean(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gram_schmidt(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns (n x r, independent). Runs twice, because once
-    loses digits.
+    """Return an orthonormal basis of the columns (n x r, independent).
+
+    Each column is orthogonalised twice, because once loses digits.
     """
     columns: list[torch.Tensor] = []
     for column in matrix.T:

@@ -52,12 +52,17 @@ AnyQuantized = TypeVar("AnyQuantized", bound=Quantized)
 def quantised_exchange(
     flat: torch.Tensor, work: "QuantizedWorkspace", state: State, step: StepInfo
 ) -> Exchange:
-    """Average one bucket; see `Compressor.exchange`. On an accelerator the host never waits for the
-    device. A block with a non-finite number becomes NaN on every rank. A parameter without a
-    gradient on any rank keeps its residual, and its averaged gradient is zero.
+    """Average one bucket; see `Compressor.exchange`.
+
+    On an accelerator the host never waits for the device. A block with a non-finite number becomes
+    NaN on every rank. A parameter without a gradient on any rank keeps its residual, and its
+    averaged gradient is zero.
     """
-    kernel, residuals, factor = work.kernel(step), state["residual"], step.residual_factor
-    messages, pieces = kernel.messages, flat.split(work.sizes)
+    kernel = work.kernel(step)
+    messages = kernel.messages
+    residuals = state["residual"]
+    factor = step.residual_factor
+    pieces = flat.split(work.sizes)
     plain = [pieces[place] for place in work.place_of_plain]
     kernel.load(flat, residuals, factor)  # delta = gradient + residual
     if step.unused:
@@ -75,6 +80,7 @@ def quantised_exchange(
 
 class QuantizedWorkspace:
     """Holds the compressed parameters of one bucket layout (`slots`), and their kernel.
+
     `wire_dtype`: for uncompressed elements. `natively`: compute with the native kernel: C on the
     CPU, Triton on CUDA.
     """
@@ -94,12 +100,10 @@ class QuantizedWorkspace:
         self.slots = [
             slot for slot, plan in zip(layout.slots, plans, strict=True) if plan.compressed
         ]
-        self._layout, self._code, self._wire_dtype, self._error_feedback = (
-            layout,
-            code,
-            wire_dtype,
-            error_feedback,
-        )
+        self._layout = layout
+        self._code = code
+        self._wire_dtype = wire_dtype
+        self._error_feedback = error_feedback
         self._triton = natively and runs_triton(layout.device)
         self._buffers: BlockBuffers | None = None
         if not (natively and precision.is_host_readable(layout.device)):
@@ -111,26 +115,29 @@ class QuantizedWorkspace:
 
     def kernel(self, step: StepInfo) -> BlockKernel:
         """Return the kernel, made on the first call, because it depends on the number of ranks."""
-        made = self._kernel
-        if made is None or (made.messages.world_size, made.rank) != (step.world_size, step.rank):
-            made = self._kernel = self._new_kernel(step.world_size, step.rank)
-        return made
+        kernel = self._kernel
+        ranks = (step.world_size, step.rank)
+        if kernel is None or (kernel.messages.world_size, kernel.rank) != ranks:
+            kernel = self._kernel = self._new_kernel(*ranks)
+        return kernel
 
     def _new_kernel(self, world_size: int, rank: int) -> BlockKernel:
-        layout, code = self._layout, self._code
+        code = self._code
+        dtype = self._layout.dtype
+        plain_numel = sum(self.sizes[place] for place in self.place_of_plain)
         messages = ShareMessages(
             code,
             [(slot.name, code.blocks_of(slot.numel)) for slot in self.slots],
-            compute_dtype(layout.dtype),
+            compute_dtype(dtype),
             world_size,
-            layout.device,
-            largest=torch.finfo(layout.dtype).max,
-            plain=(sum(self.sizes[place] for place in self.place_of_plain), self._wire_dtype),
+            self._layout.device,
+            largest=torch.finfo(dtype).max,
+            plain=(plain_numel, self._wire_dtype),
             flags=len(self.slots),
         )
         if self._buffers is None:
             return NativeKernel(
-                messages, rank, self.slots, layout.dtype, error_feedback=self._error_feedback
+                messages, rank, self.slots, dtype, error_feedback=self._error_feedback
             )
         if self._triton:
             from commhooks.compressors.quantized.triton_kernel import TritonKernel
@@ -160,8 +167,10 @@ def runs_triton(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class BlockPlan(UnitPlan):
-    """`numel_compressed` counts bytes: codes and scales, with the padding of the last block. A
-    flag, one byte, marks a gradient that is not zero.
+    """Describes how a parameter is quantised.
+
+    `numel_compressed` counts bytes: codes and scales, with the padding of the last block. A flag,
+    one byte, marks a gradient that is not zero.
     """
 
     blocks: int = 0
@@ -205,7 +214,8 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
 
     def plan_parameter(self, info: ParameterInfo) -> UnitPlan:
         """Quantise a matrix if it then takes fewer bytes than in its wire dtype."""
-        parameter, code = info.parameter, self.code
+        parameter = info.parameter
+        code = self.code
         if parameter.dim() < 2:
             return BlockPlan.uncompressed(info, "scalar" if parameter.dim() == 0 else "vector")
         blocks = code.blocks_of(parameter.numel())
@@ -240,39 +250,38 @@ class QuantizedCompressor(Compressor[AnyQuantized]):
     def memory_plan(
         self, plans: Sequence[UnitPlan], buckets: Sequence[Sequence[UnitPlan]]
     ) -> MemoryPlan:
-        """With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it
+        """Return the bytes needed per rank.
+
+        With torch and Triton, `copies` counts delta in blocks, and padding. With the C kernel it
         counts delta if the gradients have 16 bits. `packed` counts codes and scales, sent and
         received in both collectives, and with torch their computed copies, without the padding of
         shares.
         """
         quantised = [plan for plan in plans if isinstance(plan, BlockPlan) and plan.compressed]
-        residual = (
-            sum(RESIDUAL.size_bytes(plan) for plan in quantised)
-            if self.config.use_error_feedback
-            else 0
-        )
-        sent = [
-            plan
-            for rows in buckets
-            if any(p.compressed for p in rows)
-            for plan in rows
-            if not plan.compressed
-        ]
-        plain = sum(plan.numel_sent * plan.wire_itemsize(self.wire_dtype) for plan in sent)
+        residual = 0
+        if self.config.use_error_feedback:
+            residual = sum(RESIDUAL.size_bytes(plan) for plan in quantised)
+        plain = sum(_plain_bytes(bucket, self.wire_dtype) for bucket in buckets)
         packed = (3 if self.native else 4) * sum(plan.numel_sent for plan in quantised) + 4 * plain
         if self.native and all(plan.on_host for plan in quantised):
             converted = [plan for plan in quantised if compute_dtype(plan.dtype) != plan.dtype]
-            copies = sum(plan.numel * compute_dtype(plan.dtype).itemsize for plan in converted)
+            copies = sum(_delta_bytes(plan, plan.numel) for plan in converted)
         else:
-            blocks = sum(
-                plan.blocks * plan.block_size * compute_dtype(plan.dtype).itemsize
-                for plan in quantised
-            )
-            padding = blocks - sum(
-                plan.numel * compute_dtype(plan.dtype).itemsize for plan in quantised
-            )
-            copies = blocks + (2 * padding if self.config.use_error_feedback else padding)
+            in_blocks = sum(_delta_bytes(plan, plan.blocks * plan.block_size) for plan in quantised)
+            padding = in_blocks - sum(_delta_bytes(plan, plan.numel) for plan in quantised)
+            copies = in_blocks + (2 * padding if self.config.use_error_feedback else padding)
         return MemoryPlan(residual, packed=packed, copies=copies)
+
+
+def _plain_bytes(bucket: Sequence[UnitPlan], wire_dtype: torch.dtype | None) -> int:
+    if not any(plan.compressed for plan in bucket):
+        return 0
+    plain = [plan for plan in bucket if not plan.compressed]
+    return sum(plan.sent_bytes(wire_dtype) for plan in plain)
+
+
+def _delta_bytes(plan: UnitPlan, numel: int) -> int:
+    return numel * compute_dtype(plan.dtype).itemsize
 
 
 class Int8Compressor(QuantizedCompressor[Int8Compress]):

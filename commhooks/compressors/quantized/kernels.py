@@ -1,5 +1,6 @@
-"""Compute the quantised mean with torch on any device, and with the C kernel on the CPU (with
-Triton: `triton_kernel.py`). All kernels perform the same operations in the same order, so their
+"""Compute the quantised mean: with torch on any device, and with the C kernel on the CPU.
+
+`triton_kernel.py` is for CUDA. All kernels perform the same operations in the same order, so their
 bits are equal.
 """
 
@@ -11,11 +12,12 @@ import torch
 from commhooks.comm.wire import concat_into, put_flags, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.native import library
-from commhooks.compressors.native.tables import PieceTable, address
+from commhooks.compressors.native.tables import ALL, PieceTable, address
 from commhooks.compressors.quantized.mean import (
     Averaged,
     BlockCode,
     Good,
+    Piece,
     Residuals,
     ShareMessages,
     sum_in_pairs,
@@ -28,8 +30,7 @@ _PIECE = 2**20
 """Elements processed at once on the CPU, so that intermediate results stay in the cache."""
 
 
-# ---- blocks and their codes, with torch
-# --------------------------------------------------------------------------
+# ---- blocks and their codes, with torch ----------------------------------------------------------
 
 
 def quantise(
@@ -39,9 +40,9 @@ def quantise(
     scales: torch.Tensor,
     largest_scale: float,
 ) -> None:
-    """Write `codes` and `scales`, and replace `blocks` by the rounding error, blocks - codes *
-    scales. Numbers beyond `code.levels * largest_scale` are clamped; the excess is part of the
-    rounding error.
+    """Write `codes` and `scales`, and replace `blocks` by the error, blocks - codes * scales.
+
+    Numbers beyond `code.levels * largest_scale` are clamped; the excess is part of the error.
     """
     scales.copy_(_scales(code, blocks, largest_scale))
     divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
@@ -59,8 +60,9 @@ def quantise(
 def dequantise(
     code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write codes * scales to `out` (`... x n x block_size`, in the dtype of `scales`) and return
-    it.
+    """Write codes * scales to `out` and return it.
+
+    `out` is `... x n x block_size`, in the dtype of `scales`.
     """
     for at in _pieces(out):
         _unpack(code, codes[at], out[at]).mul_(scales[at].unsqueeze(-1))
@@ -71,9 +73,8 @@ def add_dequantised(
     code: BlockCode, codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor
 ) -> None:
     for at in _pieces(total):
-        total[at].add_(
-            _unpack(code, codes[at], torch.empty_like(total[at])).mul_(scales[at].unsqueeze(1))
-        )
+        numbers = _unpack(code, codes[at], torch.empty_like(total[at]))
+        total[at].add_(numbers.mul_(scales[at].unsqueeze(1)))
 
 
 def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
@@ -96,14 +97,16 @@ def _unpack(code: BlockCode, codes: torch.Tensor, out: torch.Tensor) -> torch.Te
 
 
 def _pieces(blocks: torch.Tensor) -> Iterator[slice]:
-    rows, block_size = len(blocks), blocks.shape[-1]
-    step = max(1, _PIECE // block_size if precision.is_host_readable(blocks.device) else rows)
+    rows = len(blocks)
+    step = rows
+    if precision.is_host_readable(blocks.device):
+        step = _PIECE // blocks.shape[-1]
+    step = max(1, step)
     return (slice(at, at + step) for at in range(0, rows, step))
 
 
 class BlockBuffers:
-    """Holds the memory of `TorchKernel` and `TritonKernel` that does not depend on the number of
-    ranks, with learned state.
+    """Holds delta and the residuals for `TorchKernel` and `TritonKernel`, for any number of ranks.
 
     Attributes:
         delta: `blocks + 1` rows, of which the last is zero. Padding at the end of a slot's last
@@ -127,18 +130,17 @@ class BlockBuffers:
         self.delta = torch.zeros(rows[-1] + 1, code.block_size, dtype=dtype, device=device)
         self.residuals: NamedViews | None = None
         if error_feedback:
-            names = [
+            entries = [
                 (slot.name, row * code.block_size, (slot.numel,))
                 for slot, row in zip(slots, rows, strict=False)
             ]
             whole = torch.zeros(rows[-1] * code.block_size, dtype=dtype, device=device)
-            self.residuals = NamedViews(names, whole)
-        self.slot_of_block = (
-            torch.arange(len(slots)).repeat_interleave(torch.tensor(blocks)).to(device)
-        )
+            self.residuals = NamedViews(entries, whole)
+        slot_of_block = torch.arange(len(slots)).repeat_interleave(torch.tensor(blocks))
+        self.slot_of_block = slot_of_block.to(device)
         self._first_and_end = torch.tensor([rows[:-1], rows[1:]]).view(-1).to(device)
         self._paddings = [
-            each * code.block_size - slot.numel for each, slot in zip(blocks, slots, strict=True)
+            count * code.block_size - slot.numel for count, slot in zip(blocks, slots, strict=True)
         ]
         self._zeros = torch.zeros(code.block_size, dtype=dtype, device=device)
         self._unused = torch.empty(sum(self._paddings), dtype=dtype, device=device)
@@ -166,29 +168,36 @@ class BlockBuffers:
         flags.copy_(first != end)
 
     def _with(self, paddings: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-        pairs = zip(self.slots, paddings, strict=True)
-        return [each for slot, padding in pairs for each in (slot.of(flat), padding) if len(each)]
+        pieces = []
+        for slot, padding in zip(self.slots, paddings, strict=True):
+            pieces += [slot.of(flat), padding]
+        return [piece for piece in pieces if len(piece)]
 
 
 class TorchKernel:
-    """Implements `BlockKernel` with torch, on any device. On an accelerator the host never waits
-    for the device. The number of operators does not depend on the number of tensors, and grows by
-    two when the number of ranks doubles.
+    """Implements `BlockKernel` with torch, on any device.
+
+    On an accelerator the host never waits for the device. The number of operators does not depend
+    on the number of tensors, and grows by two when the number of ranks doubles.
     """
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
-        self.buffers, self.messages, self.rank = buffers, messages, rank
-        rows, code, device = len(buffers.delta), messages.code, messages.sent.device
-        # codes of `delta`
-        self.codes = torch.zeros(rows, code.block_bytes, dtype=torch.uint8, device=device)
+        self.buffers = buffers
+        self.messages = messages
+        self.rank = rank
+        rows = len(buffers.delta)
+        device = messages.sent.device
+        # codes and scales of `delta`
+        block_bytes = messages.code.block_bytes
+        self.codes = torch.zeros(rows, block_bytes, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(rows, dtype=messages.dtype, device=device)
-        self._own: torch.Tensor | None = (
-            None  # delta of this rank's share, divided by the world size
-        )
+        self._share: torch.Tensor | None = None
+        """Delta of this rank's share, divided by the world size."""
         self._ranks = torch.full((), messages.world_size, dtype=messages.dtype, device=device)
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
-        buffers, flags = self.buffers, self.messages.flags
+        buffers = self.buffers
+        flags = self.messages.flags
         buffers.put_gradients(flat)
         if precision.is_host_readable(flat.device):
             put_flags([slot.of(flat) for slot in buffers.slots], flags)
@@ -199,36 +208,43 @@ class TorchKernel:
             buffers.of_slots.view(-1).add_(before if is_one(factor) else before * factor)
 
     def quantise(self) -> None:
-        messages, shares, buffers = self.messages, self.messages.shares, self.buffers
-        # This rank averages its own share without rounding it. Quantising all blocks is simpler;
-        # `average` overwrites the rounding errors of the own blocks.
-        self._own = buffers.delta.index_select(0, shares.blocks[self.rank]).div_(self._ranks)
-        quantise(messages.code, buffers.of_slots, self.codes[:-1], self.scales[:-1], messages.most)
-        sent, order = messages.in_sent, shares.blocks.view(-1)
+        messages = self.messages
+        shares = messages.shares
+        # This rank averages its share without rounding it. Quantising all blocks is simpler;
+        # `average` overwrites the rounding errors of the share.
+        share = self.buffers.delta.index_select(0, shares.blocks[self.rank])
+        self._share = share.div_(self._ranks)
+        blocks = self.buffers.of_slots
+        quantise(messages.code, blocks, self.codes[:-1], self.scales[:-1], messages.most)
+        sent = messages.in_sent
+        order = shares.blocks.view(-1)
         sent.scales.copy_(self.scales.index_select(0, order).view_as(sent.scales))
         sent.codes.copy_(self.codes.index_select(0, order).view_as(sent.codes))
 
     def average(self, arrived: torch.Tensor) -> None:
-        messages, shares, code = self.messages, self.messages.shares, self.messages.code
-        own, self._own = self._own, None
-        assert own is not None
-        parts, mean = messages.sections(arrived), messages.in_mean
-        codes, scales = parts.codes.unflatten(1, (-1, code.block_bytes)), parts.scales / self._ranks
+        messages = self.messages
+        code = messages.code
+        world_size = messages.world_size
+        total = self._share
+        self._share = None
+        assert total is not None
+        parts = messages.sections(arrived)
+        codes = parts.codes.unflatten(1, (-1, code.block_bytes))
+        scales = parts.scales / self._ranks
         if precision.is_host_readable(arrived.device):
-            for other in range(messages.world_size):
-                if other != self.rank:
-                    add_dequantised(code, codes[other], scales[other], own)
+            for rank in range(world_size):
+                if rank != self.rank:
+                    add_dequantised(code, codes[rank], scales[rank], total)
         else:
-            deltas = dequantise(code, codes, scales, own.new_empty(messages.world_size, *own.shape))
-            deltas[self.rank].copy_(own)
-            own = sum_in_pairs(deltas)
-        quantise(code, own, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
-        # `own` is now the rounding error of the mean. The owner alone corrects it, so multiply by
+            deltas = dequantise(code, codes, scales, total.new_empty(world_size, *total.shape))
+            deltas[self.rank].copy_(total)
+            total = sum_in_pairs(deltas)
+        mean = messages.in_mean
+        quantise(code, total, mean.codes.view(-1, code.block_bytes), mean.scales, messages.most)
+        # `total` is now the rounding error of the mean. The owner alone corrects it, so multiply by
         # the world size.
-        count = shares.counts[self.rank]
-        self.buffers.delta.index_copy_(
-            0, shares.blocks[self.rank, :count], own[:count].mul_(messages.world_size)
-        )
+        blocks = messages.shares.blocks[self.rank, : messages.shares.counts[self.rank]]
+        self.buffers.delta.index_copy_(0, blocks, total[: len(blocks)].mul_(world_size))
 
     def store(
         self,
@@ -238,13 +254,15 @@ class TorchKernel:
         factor: LossScale,
         good: Good,
     ) -> None:
-        has_gradient, used = averaged.flags > 0, None
+        has_gradient = averaged.flags > 0
+        used = None
         if not (precision.is_host_readable(flat.device) and bool(has_gradient.all())):
             used = has_gradient.index_select(0, self.buffers.slot_of_block).unsqueeze(1)
         self._keep_lost(residuals, factor, good, used)
-        code, places, sections = self.messages.code, self.messages.shares.places, averaged.sections
-        codes = sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
-        scales = sections.scales.reshape(-1).index_select(0, places)
+        code = self.messages.code
+        places = self.messages.shares.places
+        codes = averaged.sections.codes.reshape(-1, code.block_bytes).index_select(0, places)
+        scales = averaged.sections.scales.reshape(-1).index_select(0, places)
         mean = dequantise(code, codes, scales, self.buffers.of_slots)
         if used is not None:
             mean.masked_fill_(~used, 0)
@@ -253,8 +271,10 @@ class TorchKernel:
     def _keep_lost(
         self, residuals: Residuals, factor: LossScale, good: Good, used: torch.Tensor | None
     ) -> None:
-        """Store delta, now the rounding errors, as the residuals. `used` masks the blocks whose
-        tensor has a flag (bool, `n x 1`); None if the host has read that all have one.
+        """Store delta, now the rounding errors, as the residuals.
+
+        `used` masks the blocks whose tensor has a flag (bool, `n x 1`); None if the host has read
+        that all have one.
         """
         if good is False or self.buffers.residuals is None:
             return
@@ -271,13 +291,14 @@ class TorchKernel:
         torch.where(keep, lost, before, out=before)
 
 
-# ---- the C kernel, native/quantized.c
-# ----------------------------------------------------------------------------
+# ---- the C kernel, native/quantized.c ------------------------------------------------------------
 
 
 class NativeKernel:
-    """Implements `BlockKernel` with the C kernel, on the CPU. It computes delta in the buffer, or
-    in a copy if the buffer has 16 bits, block by block, and leaves the rounding error there.
+    """Implements `BlockKernel` with the C kernel, on the CPU.
+
+    It computes delta in the buffer, or in a copy if the buffer has 16 bits, block by block, and
+    leaves the rounding error there.
     """
 
     def __init__(
@@ -289,8 +310,11 @@ class NativeKernel:
         *,
         error_feedback: bool,
     ) -> None:
-        self.messages, self.rank = messages, rank
-        self._slots, self._error_feedback, self._bits = slots, error_feedback, messages.code.bits
+        self.messages = messages
+        self.rank = rank
+        self._slots = slots
+        self._error_feedback = error_feedback
+        self._bits = messages.code.bits
         self._copy: torch.Tensor | None = None
         self._starts = [slot.offset for slot in slots]
         if dtype != messages.dtype:
@@ -305,55 +329,44 @@ class NativeKernel:
         self._make_table()
 
     def _make_table(self) -> None:
-        """Make a table with a row per piece, with the pieces of this rank's share first. Offsets
-        are in bytes.
-        """
-        messages, code, size = self.messages, self.messages.code, self.messages.dtype.itemsize
-        sizes, offsets = [], []
-        pieces = sorted(messages.shares.pieces, key=lambda each: each.owner != self.rank)
-        for each in pieces:
-            begin = each.first * code.block_size
-            sizes.append(
-                [
-                    min(each.blocks * code.block_size, self._slots[each.tensor].numel - begin),
-                    code.block_size,
-                ]
-            )
-            codes_at = messages.codes_at + each.place * code.block_bytes
-            scales_at = messages.scales_at + each.place * size
-            in_numbers = size * (self._starts[each.tensor] + begin)
-            offsets.append(
-                (
-                    each.tensor,
-                    in_numbers,
-                    size * begin,
-                    codes_at,
-                    scales_at,
-                    each.owner * messages.size,
-                )
-            )
-        columns = torch.tensor(offsets).unbind(1)
-        (
-            self._tensor,
-            self._in_numbers,
-            self._in_tensor,
-            self._codes_at,
-            self._scales_at,
-            self._of_owner,
-        ) = columns
+        """Make a table with a row per piece, with the pieces of this rank's share first."""
+        messages = self.messages
+        block_size = messages.code.block_size
+        pieces = sorted(messages.shares.pieces, key=lambda piece: piece.owner != self.rank)
+        sizes = []
+        for piece in pieces:
+            rest = self._slots[piece.tensor].numel - piece.first * block_size
+            sizes.append([min(piece.blocks * block_size, rest), block_size])
+        self._set_offsets(pieces)
         self._table = table = PieceTable(sizes, messages.dtype)
-        self._in_bucket, self._residual = table.column("bucket"), table.column("residual")
-        self._arrived_codes, self._arrived_scales = (
-            table.column("arrived_codes"),
-            table.column("arrived_scales"),
-        )
-        own = sum(each.owner == self.rank for each in pieces)
-        self._own, self._others, self._all = slice(own), slice(own, None), slice(None)
+        self._in_bucket = table.column("bucket")
+        self._residual = table.column("residual")
+        self._arrived_codes = table.column("arrived_codes")
+        self._arrived_scales = table.column("arrived_scales")
+        mine = sum(piece.owner == self.rank for piece in pieces)
+        self._mine = slice(mine)
+        self._others = slice(mine, None)
         # The kernel writes codes and scales directly into the messages.
         written = self._of_owner + address(messages.sent, torch.uint8, messages.sent.numel())
-        written[self._own] = address(messages.mean, torch.uint8, messages.size)
+        written[self._mine] = address(messages.mean, torch.uint8, messages.size)
         torch.add(written, self._codes_at, out=table.column("codes"))
         torch.add(written, self._scales_at, out=table.column("scales"))
+
+    def _set_offsets(self, pieces: Sequence[Piece]) -> None:
+        """Compute where each piece is, in bytes: in the tensors and in the messages."""
+        messages = self.messages
+        code = messages.code
+        itemsize = messages.dtype.itemsize
+        self._tensor = torch.tensor([piece.tensor for piece in pieces])
+        first = torch.tensor([piece.first for piece in pieces])
+        place = torch.tensor([piece.place for piece in pieces])
+        owner = torch.tensor([piece.owner for piece in pieces])
+        self._in_tensor = itemsize * code.block_size * first
+        start_of_tensor = itemsize * torch.tensor(self._starts)
+        self._in_numbers = start_of_tensor.index_select(0, self._tensor) + self._in_tensor
+        self._codes_at = messages.codes_at + place * code.block_bytes
+        self._scales_at = messages.scales_at + place * itemsize
+        self._of_owner = owner * messages.size
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
         put_flags([slot.of(flat) for slot in self._slots], self.messages.flags)
@@ -378,10 +391,10 @@ class NativeKernel:
 
     def average(self, arrived: torch.Tensor) -> None:
         messages = self.messages
-        self._point_to_arrived(self._own, address(arrived, torch.uint8, messages.sent.numel()))
-        mean_of = messages.world_size, self.rank, messages.size
+        self._point_to_arrived(self._mine, address(arrived, torch.uint8, messages.sent.numel()))
+        mean_of = (messages.world_size, self.rank, messages.size)
         self._table.run(
-            "quantise", self._bits, messages.most, self._factor, *mean_of, rows=self._own
+            "quantise", self._bits, messages.most, self._factor, *mean_of, rows=self._mine
         )
 
     def store(
@@ -396,14 +409,15 @@ class NativeKernel:
         kept: list[torch.Tensor | None] = [None] * len(used)
         if self._error_feedback and bool(good):
             kept = [
-                self._kept(*each, residuals, factor) for each in zip(self._slots, used, strict=True)
+                self._kept(slot, is_used, residuals, factor)
+                for slot, is_used in zip(self._slots, used, strict=True)
             ]
         self._point_to_residuals(kept)
         means = address(averaged.means, torch.uint8, self.messages.sent.numel())
-        self._point_to_arrived(self._all, self._of_owner + means)
+        self._point_to_arrived(ALL, self._of_owner + means)
         self._table.run("dequantise", self._bits)
-        for slot, start, has in zip(self._slots, self._starts, used, strict=True):
-            if not has:
+        for slot, start, is_used in zip(self._slots, self._starts, used, strict=True):
+            if not is_used:
                 self._numbers[start : start + slot.numel].zero_()
         if self._copy is not None:
             scatter_into(self._copy, [slot.of(flat) for slot in self._slots])
@@ -419,8 +433,8 @@ class NativeKernel:
 
     def _point_to_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
         starts = [
-            0 if each is None else address(each, self._table.dtype, slot.numel)
-            for slot, each in zip(self._slots, residuals, strict=True)
+            0 if residual is None else address(residual, self._table.dtype, slot.numel)
+            for slot, residual in zip(self._slots, residuals, strict=True)
         ]
         # they rarely move: when a parameter has no gradient, or after a load
         if starts != self._residuals_at:
@@ -434,10 +448,13 @@ class NativeKernel:
 
 
 def results_of(dtype: torch.dtype) -> bytes:
-    """Return what the C kernel computes from fixed numbers, for `library.build`. All builds should
-    agree, unless a compiler contracts multiplications and additions despite its flags.
+    """Return what the C kernel computes from fixed numbers, for `library.build`.
+
+    All builds should agree, unless a compiler contracts multiplications and additions despite its
+    flags.
     """
-    results, numel = [], 1003
+    results = []
+    numel = 1003
     for code in (BlockCode(8, 64), BlockCode(4, 48)):
         blocks = code.blocks_of(numel)
         bucket, residual = (library.fixed_numbers(numel, start, dtype) for start in (1, 2))
@@ -445,11 +462,11 @@ def results_of(dtype: torch.dtype) -> bytes:
         scales = torch.zeros(2, blocks, dtype=dtype)
         tensors = [bucket, residual, codes[0], scales[0], codes, scales]
         most = code.largest_scale(torch.finfo(dtype).max, dtype)
-        for which in (0, 1):
-            tensors[2:4] = codes[which], scales[which]
-            places = [address(each, each.dtype, each.numel()) for each in tensors]
+        for rank in (0, 1):
+            tensors[2:4] = [codes[rank], scales[rank]]
+            places = [address(tensor, tensor.dtype, tensor.numel()) for tensor in tensors]
             table = PieceTable([[numel, code.block_size, *places]], dtype)
-            table.run("quantise", code.bits, most, 0.7 + which, 1, 0, 0)
+            table.run("quantise", code.bits, most, 0.7 + rank, 1, 0, 0)
         table.run("quantise", code.bits, most, 0.7, 2, 1, 0)
         table.run("dequantise", code.bits)
         results += [bucket, residual, codes, scales]

@@ -1,5 +1,7 @@
-"""Compute the quantised mean over the ranks of delta, the input plus the residual of earlier steps,
-divided into blocks. The owner of a block is the rank that averages it.
+"""Compute the quantised mean over the ranks of delta, in blocks.
+
+Delta is the input plus the residual of earlier steps. The owner of a block is the rank that
+averages it.
 """
 
 from collections.abc import Generator, Sequence
@@ -23,9 +25,10 @@ _ALIGNMENT = 8
 
 
 def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
-    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`. Afterwards
-    delta is the rounding error of this rank. The mean of these errors over the ranks is the
-    difference between the exact mean and the result.
+    """Average delta over the ranks: `averaged = yield from mean_over_ranks(kernel)`.
+
+    Afterwards delta is the rounding error of this rank. The mean of these errors over the ranks is
+    the difference between the exact mean and the result.
     """
     messages = kernel.messages
     kernel.quantise()  # 1. quantise the blocks that other ranks own
@@ -40,9 +43,10 @@ def mean_over_ranks(kernel: "BlockKernel") -> Generator[Send, Any, "Averaged"]:
 
 
 class BlockKernel(Protocol):
-    """Defines the arithmetic on the blocks of some tensors in one buffer. `TorchKernel` runs on any
-    device. `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer passes over the memory, and
-    compute the same bits.
+    """Defines the arithmetic on the blocks of some tensors in one buffer.
+
+    `TorchKernel` runs on any device. `NativeKernel` (CPU) and `TritonKernel` (CUDA) need fewer
+    passes over the memory, and compute the same bits.
     """
 
     messages: "ShareMessages"
@@ -50,18 +54,18 @@ class BlockKernel(Protocol):
 
     def load(self, flat: torch.Tensor, residuals: Residuals, factor: LossScale) -> None:
         """Compute delta = gradient + factor * residual, with gradients from the buffer `flat`.
+
         Write a flag per tensor to `messages.flags`: 1 if its gradient is not zero, else 0.
         """
 
     def quantise(self) -> None:
-        """Write the blocks of other owners into `messages.sent`. Leave their rounding errors in
-        delta.
-        """
+        """Write other owners' blocks into `messages.sent`; leave the rounding errors in delta."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        """Average this rank's share: its own blocks, not rounded, then the received ones (on the
-        CPU in the order of the ranks). Write the quantised mean into `messages.mean`. Leave its
-        rounding error, times the world size, in delta.
+        """Average this rank's share, and write the quantised mean into `messages.mean`.
+
+        First come its own blocks, not rounded, then the received ones (on the CPU in the order of
+        the ranks). Leave the rounding error of the mean, times the world size, in delta.
         """
 
     def store(
@@ -72,17 +76,19 @@ class BlockKernel(Protocol):
         factor: LossScale,
         good: Good,
     ) -> None:
-        """If `good`, store delta as the residuals. Write the averages into the buffer. A tensor
-        without a flag on any rank keeps its residual, times the factor if `good`, and its average
-        is zero.
+        """If `good`, store delta as the residuals. Write the averages into the buffer.
+
+        A tensor without a flag on any rank keeps its residual, times the factor if `good`, and its
+        average is zero.
         """
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """Encodes a block of numbers x as integers round(x / scale), ties to even, with scale = max |x|
-    / levels. If a number is not finite, the scale of its block is NaN, and the whole block decodes
-    to NaN.
+    """Encodes a block of numbers x as integers round(x / scale), ties to even.
+
+    The scale is max |x| / levels. If a number is not finite, the scale of its block is NaN, and the
+    whole block decodes to NaN.
 
     Blocks are rows of a tensor `n x block_size`, codes are rows of a uint8 tensor `n x
     block_bytes`, and scales are `n` numbers in the dtype of the blocks.
@@ -104,8 +110,10 @@ class BlockCode:
         return -(-numel // self.block_size)
 
     def largest_scale(self, largest: float, dtype: torch.dtype) -> float:
-        """Return the scale at which a block is clamped to `largest`. It is slightly less than
-        `largest / levels`, so that rounding does not make `levels * scale` exceed `largest`.
+        """Return the scale at which a block is clamped to `largest`.
+
+        It is slightly less than `largest / levels`, so that rounding does not make `levels * scale`
+        exceed `largest`.
         """
         return largest / self.levels * (1 - 4 * torch.finfo(dtype).eps)
 
@@ -123,8 +131,9 @@ class Piece(NamedTuple):
 
 
 class Shares:
-    """Divides the blocks of several tensors (name, number of blocks) among the ranks as equally as
-    possible.
+    """Divides the blocks of several tensors among the ranks, as equally as possible.
+
+    `tensors`: the name and the number of blocks of each.
 
     The owner of a block depends only on the tensor's name and the world size, so that bits do not
     depend on the bucket layout. The name selects the first owner, so that small tensors do not all
@@ -150,19 +159,22 @@ class Shares:
             for i in range(min(blocks, world_size)):
                 # skips the empty parts if there are fewer blocks than ranks
                 part = max(i, i * world_size // blocks)
-                begin, end = (-(-each * blocks // world_size) for each in (part, part + 1))
+                begin = -(-part * blocks // world_size)
+                end = -(-(part + 1) * blocks // world_size)
                 owner = (part + crc32(name.encode())) % world_size
                 self.pieces.append(Piece(number, begin, end - begin, owner, self.counts[owner]))
                 self.counts[owner] += end - begin
         self.size = max(self.counts)
-        starts = [each.owner * self.size + each.place for each in self.pieces]
+        starts = [piece.owner * self.size + piece.place for piece in self.pieces]
         runs = [
-            torch.arange(at, at + each.blocks) for at, each in zip(starts, self.pieces, strict=True)
+            torch.arange(start, start + piece.blocks)
+            for start, piece in zip(starts, self.pieces, strict=True)
         ]
         places = torch.cat(runs)
         blocks_in = torch.full((world_size * self.size,), len(places))
         blocks_in[places] = torch.arange(len(places))
-        self.places, self.blocks = places.to(device), blocks_in.view(world_size, -1).to(device)
+        self.places = places.to(device)
+        self.blocks = blocks_in.view(world_size, -1).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +189,9 @@ class Sections:
 
 
 class ShareMessages:
-    """Holds the messages of one mean over `world_size` ranks, allocated once. A message has the
-    blocks of one share, and an equal part of everything that is not quantised.
+    """Holds the messages of one mean over `world_size` ranks, allocated once.
+
+    A message has the blocks of one share, and an equal part of everything that is not quantised.
 
     Args:
         tensors: name and number of blocks, in the order of the blocks.
@@ -207,27 +220,33 @@ class ShareMessages:
         plain: tuple[int, torch.dtype],
         flags: int,
     ) -> None:
-        self.code, self.dtype, self.world_size = code, dtype, world_size
+        self.code = code
+        self.dtype = dtype
+        self.world_size = world_size
         self.most = code.largest_scale(largest, dtype)
         self.shares = Shares(tensors, world_size, device)
-        blocks, (numel, plain_dtype) = self.shares.size, plain
-        each_plain, each_flags = -(-numel // world_size), -(-flags // world_size)
+        blocks = self.shares.size
+        numel, plain_dtype = plain
+        plain_per_rank = -(-numel // world_size)
+        flags_per_rank = -(-flags // world_size)
         self._sections: list[tuple[int, int, torch.dtype]] = []
         self.size = 0
-        for count, own in (
+        for count, section_dtype in (
             (blocks, dtype),
-            (each_plain, plain_dtype),
+            (plain_per_rank, plain_dtype),
             (blocks * code.block_bytes, torch.uint8),
-            (each_flags, torch.uint8),
+            (flags_per_rank, torch.uint8),
         ):
-            self._sections.append((self.size, count * own.itemsize, own))
-            self.size += -(-count * own.itemsize // _ALIGNMENT) * _ALIGNMENT
+            nbytes = count * section_dtype.itemsize
+            self._sections.append((self.size, nbytes, section_dtype))
+            self.size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.scales_at, _, self.codes_at, _ = (at for at, _, _ in self._sections)
         self.sent = torch.zeros(world_size, self.size, dtype=torch.uint8, device=device)
         self.mean = torch.zeros(self.size, dtype=torch.uint8, device=device)
-        self.in_sent, self.in_mean = self.sections(self.sent), self.sections(self.mean)
-        self._plain = torch.zeros(world_size, each_plain, dtype=plain_dtype, device=device)
-        self._flags = torch.zeros(world_size, each_flags, dtype=torch.uint8, device=device)
+        self.in_sent = self.sections(self.sent)
+        self.in_mean = self.sections(self.mean)
+        self._plain = torch.zeros(world_size, plain_per_rank, dtype=plain_dtype, device=device)
+        self._flags = torch.zeros(world_size, flags_per_rank, dtype=torch.uint8, device=device)
         self.plain = self._plain.view(-1)[:numel]
         self.flags = self._flags.view(-1)[:flags]
 
@@ -241,10 +260,12 @@ class ShareMessages:
         self.in_sent.flags.copy_(self._flags)
 
     def reduce_plain_and_flags(self, arrived: torch.Tensor) -> None:
-        """Write the sums of the plain numbers (on the CPU in rank order) and the maxima of the
-        flags into `mean`.
+        """Write the sums of the plain numbers and the maxima of the flags into `mean`.
+
+        On the CPU the numbers are added in rank order.
         """
-        shares, mean = self.sections(arrived), self.in_mean
+        shares = self.sections(arrived)
+        mean = self.in_mean
         if precision.is_host_readable(arrived.device):
             total = torch.zeros(mean.plain.shape, dtype=self.dtype)
             for rank in range(self.world_size):
@@ -256,10 +277,11 @@ class ShareMessages:
 
 
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the first dimension of `parts`, which is used as scratch memory. One
-    operator adds the second half of the ranks to the first half, whose size is a power of two, then
-    the next operator halves again. `torch.sum` would be one operator, but on an accelerator its
-    order, and so its bits, would depend on the bucket layout.
+    """Return the sum over the first dimension of `parts`, which is used as scratch memory.
+
+    One operator adds the second half of the ranks to the first half, whose size is a power of two,
+    then the next operator halves again. `torch.sum` would be one operator, but on an accelerator
+    its order, and so its bits, would depend on the bucket layout.
     """
     while len(parts) > 1:
         half = 2 ** ((len(parts) - 1).bit_length() - 1)
@@ -269,8 +291,9 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 class Averaged:
-    """Holds the averages of all shares, the same bytes on every rank, from the messages `mean` of
-    all ranks.
+    """Holds the averages of all shares, the same bytes on every rank.
+
+    `means`: the messages `mean` of all ranks.
 
     Attributes:
         finite: whether all scales and plain numbers are finite (0-dim bool tensor).

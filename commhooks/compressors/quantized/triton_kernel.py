@@ -34,13 +34,10 @@ from commhooks.gradients.precision import compute_dtype
 _TILE = 2048
 """Elements per program, or more if a block has more."""
 _ROUNDED = {"enable_fp_fusion": False}
-"""Launch options. Triton must not fuse a multiplication with an addition, because torch rounds each
-of them.
-"""
+"""Launch options: no multiplication is fused with an addition, because torch rounds both."""
 
 
-# ---- on the device
-# -----------------------------------------------------------------------------------------------
+# ---- on the device -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -53,8 +50,7 @@ def _divided(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(x):  # type: ignore[no-untyped-def]
-    """Return `torch.round(x)` for x between -127 and 127: to the nearest integer, ties to even.
-    -0.0 stays.
+    """Return `torch.round(x)` for x between -127 and 127: ties to even, and -0.0 stays.
 
     Adding 1.5 * 2^23 in float32 (1.5 * 2^52 in float64) leaves no bits for the fraction, so the
     addition rounds.
@@ -72,6 +68,36 @@ def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.
         return (((codes.to(tl.int32) >> (j // WIDTH * 4)) & 15) - 8).to(real) * scale
 
 
+@triton.jit
+def _scales_of(  # type: ignore[no-untyped-def]
+    x,
+    real: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MOST: tl.constexpr,
+    TINY: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return the scale of each block of `x` (ROWS x PARTS x PADDED), as kernels.py does."""
+    # The largest |x|. As integers, the bits of nonnegative floats have the order of the numbers,
+    # with inf and NaN last.
+    integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
+    top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
+    levels = tl.full((ROWS,), LEVELS, real)
+    scale = tl.where(top < float("inf"), _divided(top, levels), float("nan"))
+    most = tl.full((ROWS,), MOST, real)
+    scale = tl.where(scale > most, most, scale)
+    return tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
+
+
+@triton.jit
+def _integers_of(x, scale, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return round(x / scale), clamped to LEVELS; 0 where the scale is 0, LEVELS for NaN."""
+    whole = _divided(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
+    # also turns NaN into LEVELS, so that it has a code
+    whole = tl.where(whole < LEVELS, whole, LEVELS)
+    return _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
+
+
 @triton.jit(do_not_specialize=["blocks", "share", "rank", "codes_stride", "scales_stride"])
 def _quantise(  # type: ignore[no-untyped-def]
     flat,
@@ -83,7 +109,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     tensor,
     flags,
     places,
-    own,
+    owned,
     codes,
     scales,
     blocks,
@@ -103,24 +129,29 @@ def _quantise(  # type: ignore[no-untyped-def]
     FEEDBACK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Quantise blocks, and leave the rounding errors in `delta`. The PARTS of a block are the codes
-    in one byte.
+    """Quantise blocks, and leave the rounding errors in `delta`.
 
     Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this
     rank's blocks stay. MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding
-    errors times RANKS.
+    errors times RANKS. A block is PARTS x WIDTH numbers: a byte has a code of each part.
     """
     PARTS: tl.constexpr = 8 // BITS
     real: tl.constexpr = delta.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < blocks
     if MEAN:
-        block, owner, place = tl.load(own + row, there, 0), row * 0, row
+        block = tl.load(owned + row, there, 0)
+        owner = row * 0
+        place = row
     else:
-        block, at = row, tl.load(places + row, there, 0)
-        owner, place = at // share, at % share
-    part, column = tl.arange(0, PARTS)[None, :, None], tl.arange(0, PADDED)[None, None, :]
-    j, inside = part * WIDTH + column, there[:, None, None] & (column < WIDTH)
+        block = row
+        at = tl.load(places + row, there, 0)
+        owner = at // share
+        place = at % share
+    part = tl.arange(0, PARTS)[None, :, None]
+    column = tl.arange(0, PADDED)[None, None, :]
+    j = part * WIDTH + column
+    inside = there[:, None, None] & (column < WIDTH)
     number = block[:, None, None] * (PARTS * WIDTH) + j
     if MEAN:
         x = tl.load(delta + number, inside, 0.0)
@@ -128,31 +159,17 @@ def _quantise(  # type: ignore[no-untyped-def]
         valid = inside & (j < tl.load(count + row, there, 0)[:, None, None])
         x = tl.load(flat + tl.load(first + row, there, 0)[:, None, None] + j, valid, 0.0).to(real)
         nonzero = tl.max(tl.max((x != 0).to(tl.int32), 2), 1)
-        tl.store(
-            flags + tl.load(tensor + row, there, 0), nonzero.to(tl.uint8), there & (nonzero != 0)
-        )
+        flag = flags + tl.load(tensor + row, there, 0)
+        tl.store(flag, nonzero.to(tl.uint8), there & (nonzero != 0))
         if FEEDBACK:
             before = tl.load(residual + number, valid, 0.0)
             if SCALED:
                 before *= tl.load(factor).to(real)
             x += before
 
-    # The largest |x|. As integers, the bits of nonnegative floats have the order of the numbers,
-    # with inf and NaN last.
-    integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
-    top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
-    scale = tl.where(
-        top < float("inf"), _divided(top, tl.full((ROWS,), LEVELS, real)), float("nan")
-    )
-    most = tl.full((ROWS,), MOST, real)
-    scale = tl.where(scale > most, most, scale)
-    scale = tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
-    each = scale[:, None, None]
-    whole = _divided(x, tl.where(each == 0, 1.0, each) + tl.zeros_like(x))
-    # also turns NaN into LEVELS, so that it has a code
-    whole = tl.where(whole < LEVELS, whole, LEVELS)
-    whole = _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
-    error = x - whole * each
+    scale = _scales_of(x, real, LEVELS, MOST, TINY, ROWS)
+    whole = _integers_of(x, scale[:, None, None], LEVELS)
+    error = x - whole * scale[:, None, None]
     if MEAN:
         error *= RANKS
     else:
@@ -162,20 +179,16 @@ def _quantise(  # type: ignore[no-untyped-def]
     if BITS == 4:
         code = (code + 8) << (part * 4)
     byte = (tl.sum(code, 1) & 255).to(tl.uint8)
-    to = (
-        codes
-        + owner[:, None] * codes_stride
-        + place[:, None] * WIDTH
-        + tl.arange(0, PADDED)[None, :]
-    )
-    tl.store(to, byte, there[:, None] & (tl.arange(0, PADDED)[None, :] < WIDTH))
+    position = tl.arange(0, PADDED)[None, :]
+    to = codes + owner[:, None] * codes_stride + place[:, None] * WIDTH + position
+    tl.store(to, byte, there[:, None] & (position < WIDTH))
     tl.store(scales + owner * scales_stride + place, scale, there)
 
 
 @triton.jit(do_not_specialize=["blocks", "rank", "codes_stride", "scales_stride"])
 def _average(  # type: ignore[no-untyped-def]
     delta,
-    own,
+    owned,
     codes,
     scales,
     blocks,
@@ -188,30 +201,29 @@ def _average(  # type: ignore[no-untyped-def]
     HALVINGS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Average this rank's blocks into `delta`: its own part, not rounded, and codes * scales of the
-    other ranks. The additions are the same as in `sum_in_pairs`. A missing rank is -0.0, which
-    changes no bit of a sum.
+    """Average this rank's blocks into `delta`.
+
+    Its own part is not rounded; codes * scales are those of the other ranks. The additions are the
+    same as in `sum_in_pairs`. A missing rank is -0.0, which changes no bit of a sum.
     """
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there, row, j = element < blocks * SIZE, element // SIZE, (element % SIZE).to(tl.int32)
-    number = tl.load(own + row, there, 0) * SIZE + j
+    there = element < blocks * SIZE
+    row = element // SIZE
+    j = (element % SIZE).to(tl.int32)
+    number = tl.load(owned + row, there, 0) * SIZE + j
     ranks = tl.full((1,), RANKS, real)
     mine = _divided(tl.load(delta + number, there, 0.0), ranks)
-    other = tl.arange(0, 2**HALVINGS)[:, None]
-    known = there[None, :] & (other < RANKS)
-    byte = tl.load(
-        codes + other.to(tl.int64) * codes_stride + (row * WIDTH + j % WIDTH)[None, :], known, 0
-    )
-    scale = _divided(
-        tl.load(scales + other.to(tl.int64) * scales_stride + row[None, :], known, 0.0),
-        ranks[None, :],
-    )
-    parts = tl.where(
-        other == rank, mine[None, :], _decoded(byte, scale, j[None, :], real, BITS, WIDTH)
-    )
-    parts = tl.where(other < RANKS, parts, -0.0)
+    sender = tl.arange(0, 2**HALVINGS)[:, None]
+    exists = there[None, :] & (sender < RANKS)
+    byte_at = sender.to(tl.int64) * codes_stride + (row * WIDTH + j % WIDTH)[None, :]
+    byte = tl.load(codes + byte_at, exists, 0)
+    scale_at = sender.to(tl.int64) * scales_stride + row[None, :]
+    scale = _divided(tl.load(scales + scale_at, exists, 0.0), ranks[None, :])
+    parts = _decoded(byte, scale, j[None, :], real, BITS, WIDTH)
+    parts = tl.where(sender == rank, mine[None, :], parts)
+    parts = tl.where(sender < RANKS, parts, -0.0)
     for i in tl.static_range(HALVINGS):
         parts = tl.sum(tl.reshape(parts, (2, 2 ** (HALVINGS - 1 - i), TILE)), 0)
     tl.store(delta + number, tl.reshape(parts, (TILE,)), there)
@@ -244,11 +256,13 @@ def _store(  # type: ignore[no-untyped-def]
     real: tl.constexpr = delta.dtype.element_ty
     SIZE: tl.constexpr = 8 // BITS * WIDTH
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    row, j = element // SIZE, (element % SIZE).to(tl.int32)
+    row = element // SIZE
+    j = (element % SIZE).to(tl.int32)
     there = row < blocks
     valid = there & (j < tl.load(count + row, there, 0))
     at = tl.load(places + row, there, 0)
-    owner, place = at // share, at % share
+    owner = at // share
+    place = at % share
     used = tl.load(flags + tl.load(tensor + row, there, 0), there, 0) != 0
     if FEEDBACK:
         committed = tl.load(good) != 0
@@ -263,26 +277,27 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(flat + tl.load(first + row, there, 0) + j, mean.to(flat.dtype.element_ty), valid)
 
 
-# ---- on the host
-# -------------------------------------------------------------------------------------------------
+# ---- on the host ---------------------------------------------------------------------------------
 
 
 class TritonKernel:
-    """Implements `BlockKernel` with Triton, on the current stream. The host never waits for the
-    device.
-    """
+    """Implements `BlockKernel` with Triton, on the current stream; the host never waits."""
 
     def __init__(self, buffers: BlockBuffers, messages: ShareMessages, rank: int) -> None:
-        self.messages, self.rank, self._buffers = messages, rank, buffers
-        code, device = messages.code, messages.sent.device
+        self.messages = messages
+        self.rank = rank
+        self._buffers = buffers
+        code = messages.code
+        device = messages.sent.device
         rows = [
             (slot.offset + begin, min(code.block_size, slot.numel - begin))
             for slot in buffers.slots
             for begin in range(0, slot.numel, code.block_size)
         ]
         first, count = torch.tensor(rows).t().contiguous().unbind(0)
-        self._blocks, self._own = len(rows), messages.shares.blocks[rank]
-        self._of_block = first.to(device), count.int().to(device), buffers.slot_of_block
+        self._blocks = len(rows)
+        self._owned = messages.shares.blocks[rank]
+        self._of_block = (first.to(device), count.int().to(device), buffers.slot_of_block)
         width = code.block_bytes
         self._code = {"BITS": code.bits, "WIDTH": width}
         padded = triton.next_power_of_2(width)
@@ -309,15 +324,17 @@ class TritonKernel:
         """Do nothing: `load` has quantised."""
 
     def average(self, arrived: torch.Tensor) -> None:
-        messages, parts = self.messages, self.messages.sections(arrived)
-        halvings, blocks = (messages.world_size - 1).bit_length(), messages.shares.counts[self.rank]
+        messages = self.messages
+        parts = messages.sections(arrived)
+        blocks = messages.shares.counts[self.rank]
+        halvings = (messages.world_size - 1).bit_length()
         tile = max(16, _TILE >> halvings)
         self._launch(
             _average,
             blocks * messages.code.block_size,
             tile,
             self._buffers.delta,
-            self._own,
+            self._owned,
             parts.codes,
             parts.scales,
             blocks,
@@ -339,9 +356,10 @@ class TritonKernel:
         factor: LossScale,
         good: Good,
     ) -> None:
-        messages, buffers, parts = self.messages, self._buffers, averaged.sections
+        messages = self.messages
+        buffers = self._buffers
+        parts = averaged.sections
         kept = buffers.delta if buffers.residuals is None else buffers.residuals.bind(residuals)
-        committed, flags = torch.as_tensor(good, device=flat.device), averaged.flags.contiguous()
         first, count, tensor = self._of_block
         self._launch(
             _store,
@@ -351,11 +369,11 @@ class TritonKernel:
             buffers.delta,
             kept,
             self._on_device(factor),
-            committed,
+            torch.as_tensor(good, device=flat.device),
             first,
             count,
             tensor,
-            flags,
+            averaged.flags.contiguous(),
             messages.shares.places,
             parts.codes,
             parts.scales,
@@ -370,8 +388,10 @@ class TritonKernel:
         )
 
     def _quantise(self, flat: torch.Tensor, factor: LossScale, blocks: int, *, mean: bool) -> None:
-        messages, buffers = self.messages, self._buffers
-        to, residuals = messages.in_mean if mean else messages.in_sent, buffers.residuals
+        messages = self.messages
+        buffers = self._buffers
+        residuals = buffers.residuals
+        to = messages.in_mean if mean else messages.in_sent
         first, count, tensor = self._of_block
         self._launch(
             _quantise,
@@ -386,7 +406,7 @@ class TritonKernel:
             tensor,
             messages.flags,
             messages.shares.places,
-            self._own,
+            self._owned,
             to.codes,
             to.scales,
             blocks,
@@ -415,23 +435,23 @@ class TritonKernel:
                 kernel[(-(-work // per_program),)](*arguments, **options, **_ROUNDED)
 
 
-# ---- the comparison with torch
-# -----------------------------------------------------------------------------------
+# ---- the comparison with torch -------------------------------------------------------------------
 
 
 @functools.cache
 def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
-    """Compile the kernels for gradients of `dtype`, and compare them with torch. Waits for the
-    device. Returns an id; see `Compressor.native_build`. Raises HookConfigError if they cannot be
-    compiled or run, or compute other bits.
+    """Compile the kernels for gradients of `dtype`, and compare them with torch.
+
+    Waits for the device. Returns an id; see `Compressor.native_build`. Raises HookConfigError if
+    they cannot be compiled or run, or compute other bits.
     """
     expected = results_of(TorchKernel, device, dtype, code)
     try:
-        found = results_of(TritonKernel, device, dtype, code)
+        computed = results_of(TritonKernel, device, dtype, code)
     except Exception as error:  # Triton's own, a missing compiler, a driver that is too old
         problem = f"cannot be compiled or run: {error!r:.300}".replace("\n", " ")
     else:
-        problem = "" if found == expected else "computes other bits than torch"
+        problem = "" if computed == expected else "computes other bits than torch"
     if problem:
         raise HookConfigError(
             f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem}"
@@ -448,55 +468,75 @@ def results_of(
     code: BlockCode,
     ranks: int = 3,
 ) -> bytes:
+    """Return the bits of two steps on simulated ranks: gradients, flags and residuals."""
     sizes = (3 * code.block_size + 5, 1, code.block_size, code.block_size - 1, 2 * code.block_size)
     starts = list(itertools.accumulate(sizes, initial=1))  # after an element that is not aligned
     parameter = torch.empty(0, device=device)
     slots = [
-        Slot(str(i), parameter, *each) for i, each in enumerate(zip(starts, sizes, strict=False))
+        Slot(str(i), parameter, start, numel)
+        for i, (start, numel) in enumerate(zip(starts, sizes, strict=False))
     ]
-    real, most = compute_dtype(dtype), torch.finfo(dtype).max
-    flats, made, residuals = (
-        [],
-        list[BlockKernel](),
-        [dict[str, torch.Tensor]() for _ in range(ranks)],
-    )
+    tensors = [(slot.name, code.blocks_of(slot.numel)) for slot in slots]
+    real = compute_dtype(dtype)
+    most = torch.finfo(dtype).max
+    kernels = []
     for rank in range(ranks):
-        names = [(slot.name, code.blocks_of(slot.numel)) for slot in slots]
         messages = ShareMessages(
-            code, names, real, ranks, device, largest=most, plain=(0, dtype), flags=len(slots)
+            code, tensors, real, ranks, device, largest=most, plain=(0, dtype), flags=len(slots)
         )
-        made.append(
-            kernel(BlockBuffers(code, slots, real, device, error_feedback=True), messages, rank)
-        )
-    found = []
+        buffers = BlockBuffers(code, slots, real, device, error_feedback=True)
+        kernels.append(kernel(buffers, messages, rank))
+    residuals: list[Residuals] = [{} for _ in range(ranks)]
+    results = []
     for step in range(2):
-        flats = [_numbers(starts[-1], 1000 * step + 100 * rank, dtype) for rank in range(ranks)]
-        for rank, flat in enumerate(flats):
-            slots[4].of(flat).zero_()
-            # slot 2 has no gradient on rank 0, slot 4 on no rank; slot 3 has numbers that are not
-            # finite
-            if step:
-                slots[2].of(flat)[: len(flat) * (rank > 0)].zero_()
-                slots[3].of(flat)[rank] = (float("nan"), float("inf"), 1.0)[rank % 3]
-        flats = [flat.to(device) for flat in flats]
+        flats = [_bucket(slots, step, rank, dtype).to(device) for rank in range(ranks)]
         factor = torch.full((), 0.7, device=device) if step else 1.0
-        for each, flat, kept in zip(made, flats, residuals, strict=True):
-            each.load(flat, kept, factor)
-        running = [mean_over_ranks(each) for each in made]
-        arrived = torch.stack([next(each).tensor for each in running]).transpose(0, 1).contiguous()
-        means = torch.stack(
-            [each.send(own).tensor for each, own in zip(running, arrived, strict=True)]
-        )
-        good = torch.ones((), dtype=torch.bool, device=device)
-        for each, flat, kept in zip(made, flats, residuals, strict=True):
-            each.store(Averaged(each.messages, means), flat, kept, factor, good)
-            found += [flat, each.messages.flags, *kept.values()]
-    return b"".join(_bits(each) for each in found)
+        _run_step(kernels, flats, residuals, factor)
+        for flat, made, of_rank in zip(flats, kernels, residuals, strict=True):
+            results += [flat, made.messages.flags.clone()]
+            results += [residual.clone() for residual in of_rank.values()]
+    return b"".join(map(_bits, results))
+
+
+def _bucket(slots: list[Slot], step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a rank's gradients.
+
+    No rank has a gradient for slot 4, and in step 1 only rank 0 has one for slot 2. In step 1 slot
+    3 has numbers that are not finite.
+    """
+    flat = _numbers(slots[-1].stop, 1000 * step + 100 * rank, dtype)
+    slots[4].of(flat).zero_()
+    if step:
+        if rank > 0:
+            slots[2].of(flat).zero_()
+        slots[3].of(flat)[rank] = (float("nan"), float("inf"), 1.0)[rank % 3]
+    return flat
+
+
+def _run_step(
+    kernels: list[BlockKernel],
+    flats: list[torch.Tensor],
+    residuals: list[Residuals],
+    factor: LossScale,
+) -> None:
+    ranks = list(zip(kernels, flats, residuals, strict=True))
+    for kernel, flat, of_rank in ranks:
+        kernel.load(flat, of_rank, factor)
+    exchanges = [mean_over_ranks(kernel) for kernel in kernels]
+    shares = torch.stack([next(exchange).tensor for exchange in exchanges])
+    arrived = shares.transpose(0, 1).contiguous()
+    means = torch.stack(
+        [exchange.send(parts).tensor for exchange, parts in zip(exchanges, arrived, strict=True)]
+    )
+    good = torch.ones((), dtype=torch.bool, device=means.device)
+    for kernel, flat, of_rank in ranks:
+        kernel.store(Averaged(kernel.messages, means), flat, of_rank, factor, good)
 
 
 def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
     numbers = library.fixed_numbers(numel, start, torch.float64)
-    info, places = torch.finfo(dtype), torch.arange(numel)
+    info = torch.finfo(dtype)
+    places = torch.arange(numel)
     sizes = torch.tensor([1e-3, 1.0, 30.0, 0.1, 0.0], dtype=torch.float64)
     numbers *= sizes[places % 5]
     numbers[places % 97 == 5] *= info.tiny

@@ -1,6 +1,4 @@
-"""The native library if all ranks have the same build of it, else torch, and a line that says
-why.
-"""
+"""Ranks use the native library if all have the same build, else torch, and a line says why."""
 
 import platform
 import re
@@ -64,9 +62,7 @@ def _trained(hook: str) -> tuple[Any, ...]:
 
 
 def _on_machines(machines: dict[str, list[int]]) -> dict[str, list[tuple[Any, ...]]]:
-    """By hook, a run in which some ranks have no compiler, have another kind of processor, or have
-    the library switched off; and one with torch on all ranks.
-    """
+    """Run each hook where some ranks lack the library, and once with torch on all ranks."""
     outcomes = {}
     with ExitStack() as stack:
         if dist.get_rank() in machines.get("broken", []):

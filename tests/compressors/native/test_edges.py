@@ -1,6 +1,4 @@
-"""The C kernels read and write nothing beyond what they are given: every tensor lies beside memory
-that ends a process that touches it.
-"""
+"""The C kernels read and write nothing beyond what they are given: guard pages end the process."""
 
 import ctypes
 import functools
@@ -52,9 +50,7 @@ def guarded(values: torch.Tensor, *, at_end: bool) -> torch.Tensor:
 
 
 class Guarded(TorchDispatchMode):
-    """In the body every new tensor is `guarded`, those of the workspaces and of the tables of
-    pointers, too.
-    """
+    """In the body every new tensor is `guarded`, also those of workspaces and tables."""
 
     def __init__(self, *, at_end: bool) -> None:
         super().__init__()

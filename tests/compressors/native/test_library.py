@@ -1,6 +1,4 @@
-"""The native library and the machine: it is compiled once and kept, and an error says why there is
-none.
-"""
+"""The native library is compiled once and kept, and an error says why there is none."""
 
 import itertools
 import os
@@ -190,9 +188,7 @@ def test_the_sources_compile_without_a_warning(compiler: str, tmp_path: Path) ->
 def test_stray_files_are_no_part_of_the_sources(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What editors and systems leave in the folder of one rank neither fails nor makes another
-    build of it.
-    """
+    """Files that editors and systems leave there neither fail nor make another build."""
     assert set(library.SOURCES) == {
         path.name for path in Path(commhooks.__file__).parent.rglob("*.c")
     }

@@ -1,6 +1,4 @@
-"""The native kernel in torch's threads: as many as torch uses, and not one bit depends on how many
-these are.
-"""
+"""The native kernel uses torch's number of threads, and no bit depends on it."""
 
 import ctypes
 import os
@@ -40,9 +38,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def _all_steps(dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
-    """What the kernel computes from fixed numbers: for all shapes in one call, so that the threads
-    have work.
-    """
+    """Compute all shapes from fixed numbers in one call, so that the threads have work."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(n, m, min(n, m, rank)) for n, m in SHAPES]
     products = NativeProducts(shapes, dtype)

@@ -1,6 +1,4 @@
-"""The exchange for accelerators, which works on stacks of matrices and never asks the device, run
-on CPU tensors.
-"""
+"""The exchange for accelerators works on stacks of matrices and never asks the device."""
 
 import copy
 import gc
@@ -227,9 +225,7 @@ def test_a_pickled_state_holds_each_residual_once() -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_only_gradients_of_one_shape_are_copied(stacked: bool) -> None:
-    """A gradient that is alone in its shape needs no memory of its own: it is computed in the
-    bucket.
-    """
+    """A gradient that is alone in its shape needs no memory: it is computed in the bucket."""
     shapes = {"alone": (20, 30), "first": (20, 20), "second": (20, 20)}
     with process_group_of_one(), masks():
         ddp = wrap(shapes)

@@ -1,6 +1,4 @@
-"""Factors of all matrices at once, as on accelerators, where nothing is asked of the device: hard
-inputs, and different shapes in padded tensors.
-"""
+"""Factors of all matrices are computed at once, without asking the device, for hard inputs, too."""
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _supported(rank: int, columns: int, length: int) -> torch.Tensor:
-    """As of a gradient with fewer rows that are not zero than the rank: few tokens of an embedding,
-    dead units.
-    """
+    """Return rows of which fewer than the rank are not zero, as few tokens of an embedding give."""
     rows = torch.zeros(400, rank, length, dtype=torch.float64)
     rows[:, :, :columns] = _random(400, rank, columns)
     return rows

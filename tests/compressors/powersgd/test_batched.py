@@ -146,9 +146,7 @@ def test_gradients_and_residuals_equal_the_oracle(run_ranks, rank, kernel, maske
 
 
 def rebuilt_buckets() -> None:
-    """The first pass has one bucket, the others have several: other matrices, the same
-    residuals.
-    """
+    """The first pass has one bucket, the others have several: the residuals must stay the same."""
     ddp = wrap(mlp(), bucket_cap_mb=0.003)
     state = commhooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
     ddp.register_comm_hook(state, commhooks.batched_powerSGD_hook)
@@ -181,9 +179,7 @@ def test_the_residual_survives_the_rebuild_of_the_buckets(run_ranks):
 
 
 def too_small_after_the_rebuild() -> dict[str, Any]:
-    """The first pass has one bucket; then every parameter has its own, and those of the biases are
-    too small. The first pass with these is not finite on one rank.
-    """
+    """After the first pass each parameter has a bucket; those of the biases are too small."""
     ddp = wrap(mlp(), bucket_cap_mb=EVERY_PARAMETER)
     hook = commhooks.attach(
         ddp, commhooks.BatchedPowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0)
@@ -216,8 +212,7 @@ def test_residuals_of_buckets_that_are_too_small_now_are_dropped(run_ranks):
         assert len(rank["errors"]) == 3 and max(rank["errors"]) < 1e-6
     (line,) = first["lines"]
     assert (
-        line.endswith("so that their residuals are dropped: 4.bias, 2.bias, 0.bias")
-        and not second["lines"]
+        line.endswith("and drops their residuals: 4.bias, 2.bias, 0.bias") and not second["lines"]
     )
 
 
@@ -273,9 +268,7 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual(run_ranks, masked):
 
 
 def another_width() -> tuple[list[str], int]:
-    """What is logged when a state of a smaller model with the same names is loaded, and the
-    compressed steps.
-    """
+    """Load the state of a smaller model, and return the log and the compressed steps."""
     steps = []
     for width in (24, 48):
         ddp = wrap(nn.Linear(24, width), bucket_cap_mb=25)

@@ -1,6 +1,4 @@
-"""The arithmetic on the CPU: always an orthonormal basis, rows of norm 1, numbers that depend on
-their key alone.
-"""
+"""On the CPU bases are orthonormal, rows have norm 1, and draws depend on their key alone."""
 
 import contextlib
 import itertools

@@ -181,9 +181,7 @@ def test_the_norm_of_the_residual_stays_where_torchs_grows() -> None:
 
 
 def _recover_from_a_zero_direction(zero_rows: list[int], kernel: str) -> tuple[float, bool]:
-    """(how far a gradient of rank 2 is from being recovered at once, whether Q has its directions
-    back).
-    """
+    """Return how far a gradient of rank 2 is from recovery, and whether Q is whole again."""
     ddp = wrap({"second": SHAPES["second"]})
     config = commhooks.PowerSGD(
         matrix_approximation_rank=2,

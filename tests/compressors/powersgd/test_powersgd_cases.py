@@ -1,6 +1,4 @@
-"""With error feedback nothing is lost: what a step does not put into the gradient is in the
-residuals, up to the rounding of the wire, over everything that selects another path.
-"""
+"""Error feedback loses nothing: what a gradient lacks is in the residuals, on every path."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,4 @@
-"""What travels: blocks of numbers as codes with a scale, and the division of blocks among the
-ranks.
-"""
+"""Blocks of numbers travel as codes with a scale, and are divided among the ranks."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The quantised hooks' native kernel computes the same bits as torch's operations, whatever the
-numbers, the compiler, the processor's vectors and the number of threads.
-"""
+"""The native kernel of the quantised hooks computes the same bits as torch on any machine."""
 
 import platform
 import shutil
@@ -52,9 +50,7 @@ def _ranks(config: HookConfig, world_size: int, dtype: torch.dtype) -> Simulated
 
 
 def _gradients(ranks: SimulatedRanks, world_size: int, step: int) -> list[torch.Tensor]:
-    """Numbers of very different size, zeros of both signs, denormal and very large ones, and
-    parameters without a gradient: on one rank and in one step on all.
-    """
+    """Return numbers of very different size, with zeros, denormal numbers and missing gradients."""
     generator = torch.Generator().manual_seed(step)
     layout = ranks.layout
     info = torch.finfo(layout.dtype)

@@ -1,6 +1,4 @@
-"""Averages and residuals of the quantised hooks are those of the oracle: plain loops over ranks and
-blocks.
-"""
+"""Averages and residuals of the quantised hooks equal those of plain loops."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The quantised hooks with parameters of every kind, unused ones, and numbers that are not finite,
-in one bucket.
-"""
+"""The quantised hooks average parameters of every kind and refuse non-finite numbers."""
 
 import math
 from typing import Any
@@ -116,9 +114,7 @@ def test_parameters_of_every_kind_are_averaged(
 def test_one_number_that_is_not_finite_anywhere_stops_the_step(
     compressor: Any, kernel: str, value: float
 ) -> None:
-    """On any rank, in any block, in one's own share and in another's, and in what is not
-    quantised.
-    """
+    """This holds for any rank, block and owner, and for what is not quantised."""
     world_size = 3
     shapes = {"a": (10, 7), "bias": (5,), "b": (6, 16)}
     config = compressor.Config(block_size=16)

@@ -24,7 +24,7 @@ from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.compressors.quantized.triton_kernel import TritonKernel, build, results_of
 from commhooks.errors import HookConfigError
 from commhooks.registry import compressor_of
-from tests.support import simulation
+from commhooks.testing import simulated_ranks
 from tests.support.models import masks
 from tests.support.simulation import SimulatedRanks
 
@@ -34,9 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def round_bfloat16() -> None:
-    """Convert as torch and devices do: Triton 3.9's interpreter truncates to bfloat16, and denormal
-    ones are wrong.
-    """
+    """Convert as torch and devices do; Triton 3.9's interpreter truncates to bfloat16."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -67,14 +65,12 @@ def kernels() -> list[str]:
 
 
 def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> list[torch.Tensor]:
-    """Buckets and residuals after each of four steps: one is not finite, one has another loss
-    scale, in one some ranks have no gradient of a parameter.
-    """
+    """Return buckets and residuals of four steps, of which some are not finite or incomplete."""
     shapes = {"a": (3, 33), "bias": (5,), "b": (16, 16), "idle": (5, 20)}
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
     ranks = SimulatedRanks(lambda: compressor_of(config)(config), world_size, parameters)
     results = []
-    info = simulation.StepInfo
+    info = simulated_ranks.StepInfo
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         buckets = [
@@ -87,7 +83,7 @@ def _trained(config: Any, world_size: int, dtype: torch.dtype, kernel: type) -> 
             ranks.layout.slots[3].of(bucket).zero_()
         factor = 0.7 if step == 2 else 1.0
         with mock.patch.object(
-            simulation, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
+            simulated_ranks, "StepInfo", lambda *a, f=factor, **k: info(*a, **k, residual_factor=f)
         ):
             with torch.no_grad():
                 assert ranks.step(buckets) == (step != 1)
@@ -146,7 +142,7 @@ def instructions() -> list[str]:
     from triton.compiler import ASTSource
 
     pointers = {"flags": "*u8", "codes": "*u8", "factor": "*fp32", "good": "*i1", "count": "*i32"}
-    pointers |= dict.fromkeys(("first", "tensor", "places", "own"), "*i64")
+    pointers |= dict.fromkeys(("first", "tensor", "places", "owned"), "*i64")
     pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32") | {"flat": "*bf16"}
     shared_options = {
         "LEVELS": 127,

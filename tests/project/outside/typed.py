@@ -1,4 +1,4 @@
-"""A project with types, in which type checkers find nothing but the lines that say so."""
+"""A user's project with types: `make lint` checks it, and that each marked mistake is an error."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def sharded(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def mistakes(ddp_model: DistributedDataParallel) -> str:
-    commhooks.attach(ddp_model, 4)  # wrong
-    commhooks.PowerSGD(matrix_approximation_rank="four")  # wrong
-    CommHookDDP(hook="powerSGD", hook_options="rank=4")  # wrong
-    CommHookKwargs(wrapper=16)  # wrong
-    return attach(ddp_model).plan()  # wrong
+    commhooks.attach(ddp_model, 4)  # pyright: ignore[reportArgumentType]
+    commhooks.PowerSGD(matrix_approximation_rank="four")  # pyright: ignore[reportArgumentType]
+    CommHookDDP(hook="powerSGD", hook_options="rank=4")  # pyright: ignore[reportArgumentType]
+    CommHookKwargs(wrapper=16)  # pyright: ignore[reportArgumentType]
+    return attach(ddp_model).plan()  # pyright: ignore[reportReturnType]

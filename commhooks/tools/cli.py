@@ -41,7 +41,8 @@ FINDS_MACHINES = "run the lighthouse, through which the machines of a run find e
 LIGHTHOUSE = """\
 Runs torchft's lighthouse, through which the machines of a run with members="torchft" find each
 other. It needs no GPU and hardly any memory or network; run it on a machine that stays. Ends with
-Ctrl-C. Whoever reaches the port can take part: use it in a network that you trust."""
+Ctrl-C. Whoever reaches the port can take part, unless the machines share a secret
+(COMMHOOKS_SECRET)."""
 
 SHOWS_MACHINES = "show what the machines of a run do, in a table (members)"
 SHOWN_MACHINES = """\

@@ -6,6 +6,7 @@ This state is copied and not averaged, because a mean over ranks is often incons
 masks. In a sharded model rank 0 means the rank of the first replica that holds the same shard.
 """
 
+import contextlib
 import functools
 import io
 import math
@@ -37,6 +38,9 @@ Node = tuple[str, Any]
 DTensor: nodes by name; "list", "tuple": nodes; "value": the value itself; "own": None, because the
 value is not shared.
 """
+
+Part = tuple[Any, Callable[[Any], None]]
+"""The value of a part of the state, and the function that sets it."""
 
 _WHAT = "the state of rank 0"
 _MESSAGE_BYTES = 64 * 2**20
@@ -102,11 +106,11 @@ class CommonState:
         found = gather_texts("\n".join(differing if group.rank() else ()), group, device, _WHAT)
         return sorted({each for text in found for each in text.splitlines()})
 
-    def _parts(self, *, optimizers: bool) -> dict[str, tuple[Any, Callable[[Any], None]]]:
+    def _parts(self, *, optimizers: bool) -> dict[str, Part]:
         """Map the label in messages of each part of the state to its value and the function that
         sets it.
         """
-        found: dict[str, tuple[Any, Callable[[Any], None]]] = {}
+        found: dict[str, Part] = {}
         module, trained = self._source.module, self._source.names.named_parameters()
         known = {id(each) for each in trained.values()}
         for name, each in module.named_buffers() if module is not None else ():
@@ -133,9 +137,22 @@ class CommonState:
             found["the GradScaler"] = scaler.state_dict(), scaler.load_state_dict
         return found
 
+    def rates(self) -> dict[str, Part]:
+        """Map a label to what schedules change in an optimizer: its groups without parameters."""
+        return {
+            f"the learning rates of {type(optimizer).__name__} {place}": (
+                [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in optimizer.param_groups
+                ],
+                functools.partial(_set_groups, optimizer),
+            )
+            for place, optimizer in enumerate(self._events.known())
+        }
+
     def _set(
         self,
-        own: Mapping[str, tuple[Any, Callable[[Any], None]]],
+        own: Mapping[str, Part],
         parts: Mapping[str, Node],
         arrived: Mapping[int, torch.Tensor],
     ) -> set[str]:
@@ -239,7 +256,7 @@ class CommonState:
         self,
         form: bytes,
         arrived: Mapping[int, torch.Tensor],
-        more: Mapping[str, tuple[Any, Callable[[Any], None]]],
+        more: Mapping[str, Part],
     ) -> list[str]:
         """Set all state of this rank from another rank's description and tensors. `more`: this
         rank's values for the other rank's `more`, each with the function that sets it.
@@ -309,12 +326,39 @@ def _set_optimizer(optimizer: torch.optim.Optimizer, names: str, value: dict[str
             optimizer.state[parameter] = state[place]
         else:
             optimizer.state.pop(parameter, None)
-    for group, each in zip(optimizer.param_groups, value[names]["groups"], strict=True):
-        group.update(each)
+    _set_groups(optimizer, value[names]["groups"])
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for group, new in zip(optimizer.param_groups, groups, strict=True):
+        group.update(new)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# ---- small values, in one message
+# --------------------------------------------------------------------------------------------------
+
+
+def packed_values(values: Mapping[str, Any]) -> bytes:
+    """Return the values by label in one message, for `set_packed` of another process."""
+    tensors, file = list[torch.Tensor](), io.BytesIO()
+    described = {label: _described(value, tensors) for label, value in values.items()}
+    content = {"values": described, "tensors": [tensor.cpu() for tensor in tensors]}
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def set_packed(message: bytes, parts: Mapping[str, Part]) -> None:
+    """Set the parts that the message has. A part keeps what cannot be sent."""
+    content = torch.load(io.BytesIO(message), weights_only=True)
+    arrived = dict(enumerate(content["tensors"]))
+    for label, (value, set_value) in parts.items():
+        if label in content["values"]:
+            with contextlib.suppress(_CannotRebuild):
+                set_value(_rebuilt(value, content["values"][label], arrived))
 
 
 # ---- a value described without its tensors

@@ -83,7 +83,11 @@ class LocalStepsDriver:
             self._begin_pass(bucket)
         flat = bucket.flat
         self.counters.bytes_uncompressed += bucket.nbytes
-        if self.rules.asks and not self.averages and schedule.ends_a_turn(self.rules, self.state):
+        if (
+            self.rules.asks
+            and not self.averages
+            and schedule.may_end_a_turn(self.rules, self.state)
+        ):
             self._finite.append(all_finite(sparse_values(flat) if flat.is_sparse else flat))
         if self.averages:
             future = reduce_immediately(self._exact, bucket, self._source.group, self.counters)
@@ -164,7 +168,7 @@ class LocalStepsDriver:
     def _act(self, action: Action, limit_s: float | None) -> None:
         """Do what the schedule has decided, and what follows."""
         discarded = self.outer.state.nonfinite_steps
-        writes = action is not Action.ASK
+        writes = action not in (Action.ASK, Action.LOOK)
         try:
             while action is not Action.NOTHING:
                 self.state, action = schedule.advance(
@@ -187,6 +191,8 @@ class LocalStepsDriver:
                 return schedule.Answered(
                     self.weights.all_will_step(torch.stack(self._finite).all())
                 )
+            case Action.LOOK:
+                return schedule.Looked(self.partner.another_is_done())
             case Action.BEGIN:
                 self.weights.begin_from_loaded()
                 return schedule.Begun()
@@ -207,8 +213,9 @@ class LocalStepsDriver:
                 self.outer.apply()
                 return schedule.Applied()
         number = None if action is Action.EXCHANGE_ALL else self.state.turn
+        steps = self.state.in_round if self.state.joined else 0
         counts = self.partner.end_round(
-            lambda: self.outer.exchange(number), trained=self.state.joined, limit_s=limit_s
+            lambda: self.outer.exchange(number), steps=steps, limit_s=limit_s
         )
         return schedule.Exchanged(counts)
 

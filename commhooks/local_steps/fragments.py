@@ -67,9 +67,9 @@ class OuterSteps(ExchangeDriver):
     def rules(self) -> Rules:
         """What `schedule.py` must know. A load may have changed the start."""
         config, asks = self.compressor.config, self.consensus.binding.loss_scale is not None
-        return Rules(
-            config.sync_every, config.fragments, config.delay, self.compressor.start_step, asks
-        )
+        looks_every = self.partner.looks_every(config.sync_every)
+        start = self.compressor.start_step
+        return Rules(config.sync_every, config.fragments, config.delay, start, asks, looks_every)
 
     # ---- at once
     # ----------------------------------------------------------------------------------------------

@@ -35,13 +35,14 @@ class LocalSteps(HookConfig):
         super().__post_init__()
         self._require(self.sync_every >= 1, "sync_every", "a number of steps, 1 or more")
 
-    def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: int) -> float:
+    def lr_factor_of(self, optimizer: torch.optim.Optimizer, ranks: float) -> float:
         """Return the factor for an optimizer's learning rate in local steps.
 
         Adam divides its step by the root mean square of the gradient, sqrt(s^2 + n^2) for a signal
         s and the noise n of one rank. The mean gradient of W `ranks` has the noise n / sqrt(W).
         Where noise dominates, a step on the mean gradient is sqrt(W) times as long as the mean of
-        the ranks' steps, whose noise is equally small.
+        the ranks' steps, whose noise is equally small. Where ranks count with different weights w,
+        W is the effective number of ranks, (sum of w)^2 / sum of w^2.
         """
         if self.lr_factor is not None:
             return self.lr_factor

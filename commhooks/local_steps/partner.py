@@ -45,8 +45,9 @@ class Partner(Protocol):
         replica)."""
 
     @property
-    def apart(self) -> int:
-        """The number of replicas that train apart in the running round, 1 or more."""
+    def apart(self) -> float:
+        """The number of replicas that train apart in the running round, 1 or more; if their parts
+        in the mean differ, the number of equal replicas whose mean has as little noise."""
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
@@ -62,9 +63,14 @@ class Partner(Protocol):
         """Take what outer steps work on. The driver calls this once, before it calls anything
         else. Does not communicate."""
 
-    def end_round(
-        self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
-    ) -> bool:
+    def looks_every(self, sync_every: int) -> int:
+        """Return after how many passes of a round to call `another_is_done`; 0: never."""
+
+    def another_is_done(self) -> bool:
+        """Return whether another replica has done all passes of the running round, which then ends
+        here, too. Does not wait for other replicas."""
+
+    def end_round(self, exchange: Callable[[], None], *, steps: int, limit_s: float | None) -> bool:
         """Take the outer step that is due, between two steps of the optimizers. Return whether it
         counts: if not, the replicas have had nothing to exchange, and the round goes on.
 
@@ -72,8 +78,8 @@ class Partner(Protocol):
             exchange: runs it at once, with the ranks in `group`. For a partner without conditions;
                 others use `OuterSteps.prepare` instead, which writes nothing before its
                 commit.
-            trained: whether this replica has trained since the latest outer step; False in the
-                call that `joined` asks for.
+            steps: passes of this replica since the latest outer step; 0 in the call that `joined`
+                asks for.
             limit_s: seconds to wait for the other replicas; None: as long as it takes.
 
         Raises:
@@ -107,7 +113,7 @@ class FixedPartner:
         self._ranks = ranks
 
     @property
-    def apart(self) -> int:
+    def apart(self) -> float:
         return self.group.size()
 
     @property
@@ -121,9 +127,13 @@ class FixedPartner:
     def bind(self, steps: "OuterSteps", common: "CommonState") -> None:
         pass
 
-    def end_round(
-        self, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
-    ) -> bool:
+    def looks_every(self, sync_every: int) -> int:
+        return 0
+
+    def another_is_done(self) -> bool:
+        return False
+
+    def end_round(self, exchange: Callable[[], None], *, steps: int, limit_s: float | None) -> bool:
         exchange()
         return True
 

@@ -33,6 +33,7 @@ class Action(enum.Enum):
     NOTHING = "go on with the training"
     CALL_BACK = "call back at the end of this backward pass: `LateBackwardEnds`, then `PassCounts`"
     ASK = "ask all ranks whether their optimizers will step after this pass: `Answered`"
+    LOOK = "find out whether another replica has done its round: `Looked`"
     BEGIN = "choose between the weights of the model and the loaded anchor: `Begun`"
     SEND = "begin the exchange of fragment `State.turn` behind the training: `Sent`"
     APPLY = "finish the exchange that was sent: `Applied`"
@@ -59,13 +60,17 @@ class Rules:
         start_iter: number of passes of the run, earlier processes included, in which gradients are
             averaged.
         asks: whether some ranks may skip a step (GradScaler). All ranks are then asked in each
-            pass after which an exchange would be due, and the round goes on if one will skip."""
+            pass after which an exchange would be due, and the round goes on if one will skip.
+        looks_every: after how many passes of a round to look whether another replica has done all
+            of its passes, which ends the round here; 0: never. A replica that is nearly done
+            finishes its round, so that replicas of equal speed do the same number of passes."""
 
     sync_every: int
     fragments: int = 1
     delay: int = 0
     start_iter: int = 0
     asks: bool = False
+    looks_every: int = 0
 
     @property
     def at_once(self) -> bool:
@@ -161,6 +166,13 @@ class Answered(Event):
 
 
 @dataclass(frozen=True)
+class Looked(Event):
+    """`over`: another replica has done its round; the same on all ranks of the model."""
+
+    over: bool
+
+
+@dataclass(frozen=True)
 class ForwardBegins(Event):
     """A forward pass that records gradients begins. `training`: `Module.training`."""
 
@@ -232,10 +244,10 @@ class Failed(Event):
 Next = tuple[State, Action]
 
 
-def ends_a_turn(rules: Rules, state: State) -> bool:
-    """Return whether something is to be sent or applied after the pass that comes next, or runs
+def may_end_a_turn(rules: Rules, state: State) -> bool:
+    """Return whether something may be sent or applied after the pass that comes next, or runs
     now."""
-    return not state.joined or _is_due(rules, state, state.in_round + 1)
+    return _ends_a_turn(rules, state) or _looks(rules, state)
 
 
 def advance(rules: Rules, state: State, event: Event) -> Next:
@@ -255,6 +267,8 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
             return (
                 _due(counted) if all_step else replace(counted, phase=Phase.TRAINING)
             ), Action.NOTHING
+        case Looked(over):
+            return _end_turn_after_pass(rules, state) if over else _counted(state)
         case LateBackwardEnds():
             return _catch_up(rules, state)
         case ForwardBegins(training):
@@ -339,11 +353,30 @@ def _count(rules: Rules, state: State, *, repeated: bool = False) -> Next:
     state = replace(state, apart=True)
     if repeated:
         return state, Action.NOTHING
-    if not ends_a_turn(rules, state):
-        return replace(state, in_round=state.in_round + 1), Action.NOTHING
+    if _ends_a_turn(rules, state):
+        return _end_turn_after_pass(rules, state)
+    return (state, Action.LOOK) if _looks(rules, state) else _counted(state)
+
+
+def _counted(state: State) -> Next:
+    return replace(state, in_round=state.in_round + 1), Action.NOTHING
+
+
+def _end_turn_after_pass(rules: Rules, state: State) -> Next:
     if rules.asks:
         return state, Action.ASK
     return _due(replace(state, in_round=state.in_round + 1)), Action.NOTHING
+
+
+def _ends_a_turn(rules: Rules, state: State) -> bool:
+    return not state.joined or _is_due(rules, state, state.in_round + 1)
+
+
+def _looks(rules: Rules, state: State) -> bool:
+    """Return whether to look after the pass that comes next whether another replica is done."""
+    done = state.in_round + 1
+    nearly_done = rules.sync_every - done <= max(2, rules.sync_every // 20)
+    return rules.looks_every > 0 and done % rules.looks_every == 0 and not nearly_done
 
 
 def _due(state: State) -> State:

@@ -1,17 +1,17 @@
 """Healing: a machine that is behind takes the state of another one, which serves it."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from commhooks.errors import log_summary
 from commhooks.gradients.source import GradientSource
-from commhooks.local_steps.common_state import CommonState
+from commhooks.local_steps.common_state import CommonState, Part
 from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.members.registered import Registered
 from commhooks.members.report import Decision
 from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
 from commhooks.members.this_machine import ThisMachine
@@ -21,8 +21,7 @@ class Healing:
     """Serves this machine's state, and takes that of others.
 
     Attributes:
-        registered: further state for a machine that comes: name -> functions that return and set
-            it.
+        registered: further state for a machine that comes.
         failed: how often in turn the state of another machine was unavailable.
     """
 
@@ -30,17 +29,19 @@ class Healing:
     _common: CommonState
 
     def __init__(self, machine: ThisMachine, source: GradientSource) -> None:
-        self.registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self.registered = Registered()
         self.failed = 0
-        self._machine, self._source, self._name = machine, source, machine.id.rpartition(":")[0]
-        self._ranks, self._connections, self._lines = (
-            machine.ranks,
-            machine.connections,
-            machine.lines,
-        )
+        self._machine = machine
+        self._source = source
+        self._name = machine.id.rpartition(":")[0]
+        self._ranks = machine.ranks
+        self._connections = machine.connections
+        self._lines = machine.lines
 
     def bind(self, steps: OuterSteps, common: CommonState) -> None:
-        self._outer, self._common = steps, common
+        self._outer = steps
+        self._common = common
+        self.registered.bind(common)
 
     def serve(self, decision: Decision) -> None:
         """Serve the state of this machine for the machines that heal from it, while the training
@@ -54,7 +55,7 @@ class Healing:
             "anchor": dict(state[ANCHOR.key]),
             "momentum": dict(state[MOMENTUM.key]),
             "counts": [state.step, state.nonfinite_steps],
-            **{f"registered {name}": get() for name, (get, _) in self.registered.items()},
+            **{label: value for label, (value, _) in self.registered.parts().items()},
         }
         form, tensors = self._common.described(more)
         server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
@@ -108,18 +109,15 @@ class Healing:
         only one has.
         """
         state, counts = self._outer.state, [0, 0]
-        own: dict[str, tuple[Any, Callable[[Any], None]]] = {
+        parts: dict[str, Part] = {
             "anchor": ({}, lambda value: _replace(state[ANCHOR.key], value)),
             "momentum": ({}, lambda value: _replace(state[MOMENTUM.key], value)),
             "counts": (counts, lambda value: None),
-            **{
-                f"registered {name}": (get(), set_value)
-                for name, (get, set_value) in self.registered.items()
-            },
+            **self.registered.parts(),
         }
         self._source.before_weights_change()
         with self._outer.held.settled():
-            differing = self._common.take(form, arrived, own)
+            differing = self._common.take(form, arrived, parts)
             state.step, state.nonfinite_steps = counts
             state.drop_local()
         self._outer.place_state()

@@ -37,7 +37,14 @@ def join(
             )
     ranks = RanksOfMachine(source.group, source.shard_group, source.device)
     machine = ThisMachine(options, ranks, source.device)
-    return MachinePartner(machine, source, _signature(hook, compressor, source, ranks))
+    signature = _signature(hook, compressor, source, ranks) | _counting(options)
+    return MachinePartner(machine, source, signature)
+
+
+def _counting(options: Torchft) -> dict[str, str]:
+    """Describe by name how machines count."""
+    samples = "none" if options.samples_per_step is None else "given"
+    return {"wait_for": options.wait_for, "use of samples_per_step": samples}
 
 
 def _signature(

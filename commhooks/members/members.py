@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from commhooks.errors import HookConfigError, HookRunError, log_summary, logger_of
+from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.local_steps.driver import LocalStepsDriver
 from commhooks.members.steps import MachinePartner
 
@@ -39,21 +39,20 @@ class Members:
         return self.names.index(self._steps.name)
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        """Give a machine that comes further state, such as that of a learning rate scheduler or the
-        position of a loader. Call this before the first backward pass, on every machine.
+        """Hand over further state, such as that of a learning rate scheduler or a count of steps:
+        to a machine that comes, and after an outer step to machines that have done fewer steps.
+        Call this before the first backward pass, on every machine.
 
         Args:
             name: the same on every machine.
             get: returns the state: numbers, texts, tensors, and lists and dicts of them. Called on
                 a machine after an outer step.
-            set: sets the state, on the machine that comes, after its first step of the optimizers.
+            set: sets the state, on the machine that takes it, after a step of its optimizers.
 
         Raises:
             HookConfigError: the name is registered.
         """
-        if name in self._steps.healing.registered:
-            raise HookConfigError(f"members.register({name!r}): the name is registered already")
-        self._steps.healing.registered[name] = get, set
+        self._steps.healing.registered.add(name, get, set)
 
     def leave(self, wait_s: float | None = None) -> bool:
         """Leave the training, between two steps: end the round early and send this machine's part,

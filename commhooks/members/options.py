@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from commhooks.errors import invalid
-from commhooks.options import as_python
+from commhooks.options import as_python, check_choice
 
 __all__ = ["Torchft"]
 
@@ -15,6 +15,12 @@ class Torchft:
     Args:
         lighthouse: address of the lighthouse, such as "http://host:29510". None: the environment
             variable TORCHFT_LIGHTHOUSE.
+        wait_for: "first": a round ends with the first machine that has done its `sync_every` steps,
+            and each counts with the steps that it has done. "all": every machine does all of its
+            steps, and the others wait for it. Equal on all machines.
+        samples_per_step: the samples that this machine takes in one step, all of its ranks
+            together, if machines differ in it. It then counts with its samples. None: with its
+            steps; on all machines or on none.
         min_machines: with fewer machines an outer step waits for more.
         timeout_s: seconds after which a machine that does not answer is left out.
         leave_s: seconds that a machine which leaves waits until the others come to their outer
@@ -23,14 +29,23 @@ class Torchft:
     """
 
     lighthouse: str | None = None
+    wait_for: str = "first"
+    samples_per_step: int | None = None
     min_machines: int = 1
     timeout_s: float = 60.0
     leave_s: float = 20.0
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option in ("min_machines", "timeout_s", "leave_s"):
+        for option in ("min_machines", "samples_per_step", "timeout_s", "leave_s"):
             object.__setattr__(self, option, as_python(getattr(self, option)))
+        check_choice("Torchft: wait_for", self.wait_for, ("first", "all"))
+        if self.samples_per_step is not None and (
+            type(self.samples_per_step) is not int or self.samples_per_step < 1
+        ):
+            raise invalid(
+                "Torchft: samples_per_step", self.samples_per_step, "a number of samples, or None"
+            )
         if type(self.min_machines) is not int or self.min_machines < 1:
             raise invalid(
                 "Torchft: min_machines", self.min_machines, "a number of machines, 1 or more"

@@ -43,6 +43,7 @@ class RanksOfMachine:
         exchanges: whether this rank connects to other machines.
         is_first: whether this rank talks to the lighthouse, and logs.
         shard: the number of this rank's shard.
+        alone: whether it is the only rank of the machine.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RanksOfMachine:
         self._device, self._shards = device, shards
         # A collective over each of these groups in turn reaches all ranks of the machine.
         self._groups = [local] if shards is None else [shards, local]
+        self.alone = all(group.size() == 1 for group in self._groups)
 
     def all_agree(self, good: bool) -> bool:
         """Return whether `good` is true on all ranks of this machine."""

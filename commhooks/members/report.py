@@ -48,7 +48,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 """Changes with the protocol between machines, so that another version of commhooks is refused if it
 must be.
 """
@@ -79,7 +79,8 @@ class Report:
         step: outer steps that are in its anchor.
         anchor: a digest of its anchor and momentum.
         joined: whether it has begun a round with the others, or as the first.
-        trained: whether it has trained the running round, and not only begun it.
+        steps: that it has done in the running round; 0: it has only begun it.
+        samples: in each of these steps; 1 if machines count by steps.
         attempt: the name of an exchange of which this machine does not know whether the others have
             committed it; "" if there is none.
         attempt_with: the ids of the machines of that exchange.
@@ -103,7 +104,8 @@ class Report:
     step: int = 0
     anchor: int = 0
     joined: bool = False
-    trained: bool = False
+    steps: int = 0
+    samples: int = 1
     attempt: str = ""
     attempt_with: tuple[str, ...] = ()
     complete: bool = False
@@ -117,6 +119,15 @@ class Report:
     @property
     def name(self) -> str:
         return self.id.rpartition(":")[0]
+
+    @property
+    def trained(self) -> bool:
+        return self.steps > 0
+
+    @property
+    def work(self) -> int:
+        """The weight of its differences in the mean."""
+        return self.steps * self.samples
 
     @property
     def host(self) -> str:
@@ -158,7 +169,7 @@ def read(id: str, content: object) -> Report:
 
 _TEXTS = ("id", "store", "attempt", "connection")
 _LISTS = ("servers", "attempt_with", "unreachable")
-_FLAGS = ("joined", "trained", "complete", "exchanged", "left")
+_FLAGS = ("joined", "complete", "exchanged", "left")
 
 
 def _checked(id: str, name: str, value: object) -> Any:
@@ -175,7 +186,7 @@ def _checked(id: str, name: str, value: object) -> Any:
         )
     else:
         good = type(value) is int and value >= 0
-    if not good or (name == "servers" and not value):
+    if not good or (name == "servers" and not value) or (name == "samples" and not value):
         raise NotAReport(f"{id!r}, whose {name} is damaged")
     return value
 
@@ -307,6 +318,28 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
         reuse=connection.startswith(connection_name(latest))
         and all(x.connection == connection for x in latest),
     )
+
+
+def share_of(own: Report, machines: Sequence[Report]) -> float:
+    """Return the weight of the differences of `own` in the mean of `machines`, some of which have
+    trained: 1 if all have done equal work.
+    """
+    return len(machines) * own.work / sum(machine.work for machine in machines)
+
+
+def effective_number(machines: Sequence[Report]) -> float:
+    """Return the number of equal machines whose mean has as little noise as that of `machines`:
+    (sum of w)^2 / sum of w^2. A machine that has done nothing yet is taken for one of the fastest.
+    """
+    most = max((machine.work for machine in machines), default=0) or 1
+    works = [machine.work or most for machine in machines]
+    return sum(works) ** 2 / sum(work**2 for work in works) if works else 1.0
+
+
+def furthest(machines: Sequence[Report]) -> Report | None:
+    """Return the machine that has done most steps, the first of equals; None if all are equal."""
+    most = max(machines, key=lambda machine: machine.steps)
+    return most if any(machine.steps < most.steps for machine in machines) else None
 
 
 def connection_name(machines: Iterable[Report], numbers: object = None) -> str:

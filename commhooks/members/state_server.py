@@ -54,14 +54,16 @@ class StateServer:
     GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a
     tensor, and /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no
     state of this step. GET /status returns what `status` returns, as JSON; /waiting calls
-    `waited_for` before. The connection of GET /watch/ID stays open until this process or the other
-    one closes it; 404 if ID is not this machine.
+    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. The connection
+    of GET /watch/ID stays open until this process or the other one closes it; 404 if ID is not this
+    machine.
 
     Args:
         host: of this machine, at which it listens.
         limit_s: the copy is freed when no machine has read from it for this long, or when all have.
         status: returns what to tell about this machine.
         waited_for: is called when another machine has waited for this one for too long.
+        ended: is called when another machine has done its part of a round.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class StateServer:
         limit_s: float,
         status: Callable[[], dict[str, Any]],
         waited_for: Callable[[], None] = lambda: None,
+        ended: Callable[[int], None] = lambda round: None,
     ) -> None:
         self._limit_s, self._status, self._waited_for = limit_s, status, waited_for
+        self._ended = ended
         self._served: _Served | None = None
         self._lock = threading.Lock()
         self._watchers = set[socket.socket]()
@@ -138,9 +142,11 @@ class StateServer:
 
     def _answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         kind, _, rest = request.path.strip("/").partition("/")
-        if kind in ("status", "waiting"):
+        if kind in ("status", "waiting") or kind == "ended" and rest.isdecimal():
             if kind == "waiting":
                 self._waited_for()
+            if kind == "ended":
+                self._ended(int(rest))
             _send(request, memoryview(json.dumps(self._status()).encode()))
             return
         if kind == "watch" and urllib.parse.unquote(rest) == self._status().get("id"):

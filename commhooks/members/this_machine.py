@@ -15,6 +15,7 @@ from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
 from commhooks.members.options import Torchft
 from commhooks.members.peers import Connections, RanksOfMachine
+from commhooks.members.round_end import RoundEnd
 from commhooks.members.state_server import StateServer
 
 
@@ -27,6 +28,7 @@ class ThisMachine:
         store: the address of its `TCPStore`, in which the ranks of a new group find each other.
         server: of this rank; None if this rank does not exchange.
         lighthouse: on the first rank; None on others.
+        round_end: what this rank has heard of the ends of rounds.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -36,6 +38,7 @@ class ThisMachine:
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
+        self.round_end = RoundEnd()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
         own_id = (
@@ -70,7 +73,11 @@ class ThisMachine:
         if device.type == "cpu":
             check_interface(host)
         self.server = StateServer(
-            host, options.timeout_s, self.connections.status, self._is_waited_for
+            host,
+            options.timeout_s,
+            self.connections.status,
+            self._is_waited_for,
+            self.round_end.hear,
         )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)

@@ -413,9 +413,9 @@ def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
     met: list[tuple[int, bool, list[int]]] = []
 
     def end_round(
-        partner: Any, exchange: Callable[[], None], *, trained: bool, limit_s: float | None
+        partner: Any, exchange: Callable[[], None], *, steps: int, limit_s: float | None
     ) -> bool:
-        met.append((passes, trained, [len(optimizer.state) for optimizer in (first, second)]))
+        met.append((passes, steps > 0, [len(optimizer.state) for optimizer in (first, second)]))
         exchange()
         return True
 

@@ -22,6 +22,7 @@ from commhooks.local_steps.schedule import (
     ForwardBegins,
     LateBackwardEnds,
     Loaded,
+    Looked,
     PassBegins,
     PassCounts,
     PassEnds,
@@ -34,7 +35,7 @@ from commhooks.local_steps.schedule import (
     StepBegins,
     StepEnds,
     advance,
-    ends_a_turn,
+    may_end_a_turn,
 )
 
 ANSWERS: dict[Action, Event] = {
@@ -51,7 +52,8 @@ class Rank:
     """Plays a training of a model with two parameters, as `driver.py` does. A word is an event:
 
     f, e    a forward pass in training mode, in evaluation mode
-    b       a backward pass; `b?`: some rank will skip the step after it
+    b       a backward pass; `b?`: some rank will skip the step after it; `b+`: another replica has
+            done its round
     s       a step of both parameters; `s0`, `s1`: of one of them. `s!`: what it leads to fails;
     `s~`: nobody exchanges ( )     the begin and the end of a step with a closure
     end     a save or `synchronize`; `end!`: it fails
@@ -69,7 +71,7 @@ class Rank:
         """Play a word, and return the names of the actions to which it leads."""
         before, (kind, how) = (
             len(self.log),
-            (word.rstrip("?!~01"), word[len(word.rstrip("?!~01")) :]),
+            (word.rstrip("?!~+01"), word[len(word.rstrip("?!~+01")) :]),
         )
         in_round = self.state.in_round
         match kind:
@@ -110,6 +112,8 @@ class Rank:
             if action is Action.CALL_BACK:
                 return
             answer = ANSWERS.get(action, Answered(how != "?"))
+            if action is Action.LOOK:
+                answer = Looked(how == "+")
             if how == "!":
                 answer = Failed()
             if how == "~" and isinstance(answer, Exchanged):
@@ -121,6 +125,9 @@ H3 = Rules(sync_every=3)
 PARTS = Rules(sync_every=4, fragments=2)
 LATER = Rules(sync_every=3, delay=2)
 STREAM = Rules(sync_every=4, fragments=2, delay=1)
+FIRST = Rules(sync_every=8, looks_every=1)
+FIRST_OF_RANKS = Rules(sync_every=8, looks_every=2)
+FIRST_ASKS = Rules(sync_every=8, asks=True, looks_every=1)
 NEW = State(joined=False)
 
 ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
@@ -332,6 +339,45 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         {"turn": 1},
     ),
     # ---- the first step of a machine ----
+    # ---- a round ends with the first machine that is done ----
+    "nobody is done": (FIRST, "f b=LOOK s f b=LOOK s", {"in_round": 2}),
+    "another machine is done: the round ends after this step": (
+        FIRST,
+        "f b=LOOK s f b+=LOOK s=EXCHANGE+SHARE f b=LOOK",
+        {"in_round": 1, "apart": True},
+    ),
+    "a machine that is nearly done finishes its round": (
+        FIRST,
+        "b=LOOK s b=LOOK s b=LOOK s b=LOOK s b=LOOK s b+ s b+ s b s=EXCHANGE+SHARE",
+        {"in_round": 0},
+    ),
+    "the ranks of a machine look now and then": (
+        FIRST_OF_RANKS,
+        "b+ s b+=LOOK s=EXCHANGE+SHARE",
+        {"in_round": 0},
+    ),
+    "a step that is skipped does not end the round, the next one does": (
+        FIRST_ASKS,
+        "f b+=LOOK+ASK s=EXCHANGE+SHARE f b=LOOK s",
+        {"in_round": 1},
+    ),
+    "the round ends when all parameters have been stepped": (
+        FIRST,
+        "f b+=LOOK s0 s1=EXCHANGE+SHARE",
+        {"in_round": 0},
+    ),
+    "or with the next pass": (FIRST, "f b+=LOOK f=EXCHANGE+SHARE b=LOOK", {"in_round": 1}),
+    "passes of one step look once": (
+        FIRST,
+        "( f b+=LOOK f b f b )=EXCHANGE+SHARE",
+        {"in_round": 0},
+    ),
+    "a machine that has not met the others does not look": (
+        FIRST,
+        "NEW f b+ s=EXCHANGE+SHARE",
+        {"joined": True},
+    ),
+    # ---- machines ----
     "a machine meets the others after its first step": (
         H3,
         "NEW f b s=EXCHANGE+SHARE",
@@ -423,22 +469,23 @@ def test_a_forward_pass_of_another_thread_does_not_disturb_an_exchange() -> None
 
 @pytest.mark.parametrize(("in_round", "expected"), [(0, False), (1, False), (2, True), (3, True)])
 def test_the_pass_that_ends_a_turn(in_round: int, expected: bool) -> None:
-    assert ends_a_turn(H3, State(in_round=in_round)) is expected
-    assert ends_a_turn(H3, State(in_round=in_round, joined=False))
+    assert may_end_a_turn(H3, State(in_round=in_round)) is expected
+    assert may_end_a_turn(H3, State(in_round=in_round, joined=False))
 
 
 # ---- random trainings
 # ------------------------------------------------------------------------------------------------
 
 TRAININGS = st.builds(
-    lambda distance, fragments, delay, start, asks: Rules(
-        distance * fragments, fragments, min(delay, distance - 1), start, asks
+    lambda distance, fragments, delay, start, asks, looks: Rules(
+        distance * fragments, fragments, min(delay, distance - 1), start, asks, looks
     ),
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(0, 2),
     st.integers(0, 3),
     st.booleans(),
+    st.just(0),
 )
 STEPS = [
     "f b s",

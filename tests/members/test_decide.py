@@ -15,7 +15,10 @@ from commhooks.members.report import (
     QuorumAction,
     Report,
     decide,
+    effective_number,
+    furthest,
     read,
+    share_of,
 )
 
 NAMES = "abcd"
@@ -27,7 +30,7 @@ def report(name: str, **given: Any) -> Report:
     """
     defaults = {
         "joined": True,
-        "trained": True,
+        "steps": 20,
         "step": 5,
         "anchor": 50,
         "servers": (f"10.0.0.1:{ord(name)}",),
@@ -36,7 +39,7 @@ def report(name: str, **given: Any) -> Report:
 
 
 def new(name: str, **given: Any) -> Report:
-    return report(name, **{"joined": False, "trained": False, "step": 0, "anchor": 1} | given)
+    return report(name, **{"joined": False, "steps": 0, "step": 0, "anchor": 1} | given)
 
 
 def all_decide(*reports: Report) -> dict[str, Decision]:
@@ -61,8 +64,8 @@ PLACES = {
     "other anchor": {"step": 5, "anchor": 51},
 }
 TRAINED = {
-    "trained": {"joined": True, "trained": True},
-    "new": {"joined": False, "trained": False},
+    "trained": {"joined": True, "steps": 20},
+    "new": {"joined": False, "steps": 0},
 }
 ATTEMPTS = ("none", "complete", "incomplete")
 STATES = list(itertools.product(PLACES, TRAINED, ATTEMPTS))
@@ -150,7 +153,7 @@ def after(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[
         decision = decisions[own.name]
         changes: dict[str, Any] = {"number": own.number + 1}
         if decision.action is QuorumAction.COMMIT:
-            changes |= {"step": own.step + 1, "anchor": own.step * 1000, "trained": False}
+            changes |= {"step": own.step + 1, "anchor": own.step * 1000, "steps": 0}
         if decision.action in (QuorumAction.COMMIT, QuorumAction.ABANDON):
             changes |= {"attempt": "", "attempt_with": (), "complete": False}
         if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN, QuorumAction.HEAL):
@@ -160,7 +163,7 @@ def after(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[
                 "step": decision.step,
                 "anchor": anchor,
                 "joined": True,
-                "trained": True,
+                "steps": 20,
             }
         results.append(dataclasses.replace(own, **changes))
     return results
@@ -220,7 +223,7 @@ def test_an_exchange_that_is_interrupted_anywhere_leaves_one_anchor_for_each_ste
         for name, what in zip("abc", outcome, strict=True):
             ids = ("a:1", "b:1", "c:1")
             waiting = {"attempt": "X", "attempt_with": ids, "complete": what == "complete"}
-            confirmed = {"step": 6, "anchor": 6, "trained": False}
+            confirmed = {"step": 6, "anchor": 6, "steps": 0}
             start.append(report(name, **(confirmed if what == "confirmed" else waiting)))
         for first in meetings(3):
             for second in meetings(3):
@@ -263,7 +266,7 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
         decision = decisions[own.name]
         changes: dict[str, Any] = {"number": own.number + 1}
         if decision.action is QuorumAction.COMMIT:
-            changes |= {"step": own.step + 1, "anchor": 6, "trained": False}
+            changes |= {"step": own.step + 1, "anchor": 6, "steps": 0}
         if decision.action in (QuorumAction.COMMIT, QuorumAction.ABANDON):
             changes |= {"attempt": "", "attempt_with": (), "complete": False}
         if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN, QuorumAction.HEAL):
@@ -273,7 +276,7 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
                 "step": decision.step,
                 "anchor": anchor,
                 "joined": True,
-                "trained": True,
+                "steps": 20,
             }
         results.append(dataclasses.replace(own, **changes))
     return results
@@ -308,9 +311,9 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
         ),
         pytest.param(
             [
-                report("a", trained=False, anchor=9),
+                report("a", steps=0, anchor=9),
                 report("b"),
-                report("c", anchor=9, trained=False),
+                report("c", anchor=9, steps=0),
             ],
             {"a": "HEAL", "b": "EXCHANGE", "c": "HEAL"},
             id="an anchor with which a machine has trained goes before others",
@@ -321,7 +324,7 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="the anchor of more machines goes before others",
         ),
         pytest.param(
-            [report("a", trained=False, anchor=9), new("b", step=5), new("c", step=5)],
+            [report("a", steps=0, anchor=9), new("b", step=5), new("c", step=5)],
             {"a": "BEGIN", "b": "HEAL", "c": "HEAL"},
             id="a machine that joined goes before newcomers",
         ),
@@ -337,7 +340,7 @@ def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> li
             id="newcomers do not count",
         ),
         pytest.param(
-            [report("a"), report("b", trained=False)],
+            [report("a"), report("b", steps=0)],
             {"a": "EXCHANGE", "b": "EXCHANGE"},
             id="b has missed the round",
         ),
@@ -455,7 +458,7 @@ X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
             id="a machine that was not in the exchange does not count",
         ),
         pytest.param(
-            [report("a", complete=True, **X), report("b", step=6, anchor=6, trained=False)],
+            [report("a", complete=True, **X), report("b", step=6, anchor=6, steps=0)],
             {"a": "COMMIT", "b": "ASK_AGAIN"},
             id="b has written",
         ),
@@ -561,6 +564,33 @@ def test_a_second_machine_of_the_same_name_waits() -> None:
             assert decide([report("a"), again], id).action is action
 
 
+@pytest.mark.parametrize(
+    ("works", "shares", "effective", "first"),
+    [
+        ([(20, 1)], [1], 1, None),
+        ([(7, 3), (7, 3), (7, 3)], [1, 1, 1], 3, None),
+        ([(20, 1), (10, 1), (0, 1)], [2, 1, 0], 2500 / 900, "a"),
+        ([(4, 1), (20, 1), (20, 1)], [12 / 44, 60 / 44, 60 / 44], 44**2 / 816, "b"),
+        ([(20, 8), (5, 32)], [1, 1], 2, "a"),
+    ],
+)
+def test_a_machine_counts_with_its_work(
+    works: list[tuple[int, int]], shares: list[float], effective: float, first: str | None
+) -> None:
+    """Equal machines count with exactly 1, and their number is exactly that of the machines."""
+    machines = [
+        report(name, steps=steps, samples=samples)
+        for name, (steps, samples) in zip("abc", works, strict=False)
+    ]
+    assert [share_of(own, machines) for own in machines] == pytest.approx(shares, rel=1e-15)
+    if set(shares) == {1}:
+        assert [share_of(own, machines) for own in machines] == shares
+        assert effective_number(machines) == effective
+    assert effective_number(machines) == pytest.approx(effective, rel=1e-15)
+    found = furthest(machines)
+    assert (found and found.name) == first
+
+
 # ---- what comes from outside
 # -----------------------------------------------------------------------------------------
 
@@ -591,6 +621,8 @@ def test_a_report_is_read_as_it_was_written() -> None:
         {"signature": {"hook": 1}},
         {"signature": None},
         {"complete": 1},
+        {"steps": True},
+        {"samples": 0},
         {"attempt": None},
         {"left": "no"},
     ],

@@ -19,10 +19,10 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 from commhooks.members.lighthouse import Absent, Lighthouse, id_of, next_name
 from commhooks.members.lines import Lines
 from commhooks.members.peers import Connections
+from commhooks.members.quorum import read_all
 from commhooks.members.report import Report
 from commhooks.members.state_server import StateServer
 from commhooks.members.status_page import machines_at
-from commhooks.members.steps import read_all
 
 DEAD_S = 5.0
 

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
-from commhooks import HookRunError
+from commhooks import HookRunError, Torchft
 from commhooks.members.report import Report
+from commhooks.members.round_end import RoundEnd
 from commhooks.members.steps import MachinePartner
 
 OTHER = Report(
@@ -18,7 +19,7 @@ OTHER = Report(
     step=5,
     anchor=7,
     joined=True,
-    trained=True,
+    steps=20,
     exchanged=True,
     servers=("10.0.0.2:1",),
 )
@@ -34,23 +35,28 @@ class Machine:
         # what each quorum adds to the own report; None: no quorum in time
         self.answers: list[Any] = []
         ranks = SimpleNamespace(
-            is_first=True, exchanges=True, all_agree=bool, key_of_shards=lambda key: key
+            is_first=True, alone=True, exchanges=True, all_agree=bool, key_of_shards=lambda key: key
         )
-        connections = mock.Mock(name="connections", unreachable=(), group=None)
+        connections = mock.Mock(name="connections", unreachable=())
         connections.name = ""
         connections.confirm.side_effect = self._confirm
         connections.all_answer.return_value = True
         machine = SimpleNamespace(
             id="a:1",
-            options=SimpleNamespace(min_machines=1, timeout_s=1.0),
+            options=Torchft(timeout_s=1.0),
             servers=("10.0.0.1:1",),
         )
         vars(machine).update(
-            store="", ranks=ranks, connections=connections, lines=mock.Mock(), lighthouse=None
+            store="",
+            ranks=ranks,
+            connections=connections,
+            lines=mock.Mock(),
+            lighthouse=None,
+            round_end=RoundEnd(),
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)
-        self.outer = mock.Mock(state=mock.MagicMock(step=5))
+        self.outer = mock.Mock(state=mock.MagicMock(step=5, nonfinite_steps=0))
         self.outer.commit_prepared.side_effect = self._commit
         self.steps._outer, self.steps._common = self.outer, mock.Mock()
         self.steps._common.digest.return_value = 7
@@ -71,8 +77,8 @@ class Machine:
             answer = self.answers.pop(0)
             return None if answer is None else [report, dataclasses.replace(OTHER, **answer)]
 
-        with mock.patch.object(self.steps, "_quorum", quorum):
-            return self.steps.end_round(lambda: None, trained=True, limit_s=None)
+        with mock.patch.object(self.steps._quorums, "ask", quorum):
+            return self.steps.end_round(lambda: None, steps=20, limit_s=None)
 
 
 def test_a_settled_commit_is_an_outer_step() -> None:
@@ -80,7 +86,7 @@ def test_a_settled_commit_is_an_outer_step() -> None:
     succeed.
     """
     machine = Machine(failing=1)
-    machine.answers = [{}, {"step": 6}, {"step": 6, "trained": False}]
+    machine.answers = [{}, {"step": 6}, {"step": 6, "steps": 0}]
     assert machine.end_round() and machine.committed == 1
     first, second, third = machine.reports
     assert not first.attempt and second.attempt and second.complete and not third.attempt
@@ -95,7 +101,7 @@ def test_an_exchange_in_doubt_outlives_an_error() -> None:
     with pytest.raises(HookRunError, match="did not come to their outer step in time"):
         machine.end_round()
     assert machine.committed == 0
-    machine.answers = [{"step": 6}, {"step": 6, "trained": False}]
+    machine.answers = [{"step": 6}, {"step": 6, "steps": 0}]
     machine.end_round()
     assert machine.reports[2].attempt == machine.reports[1].attempt != "" and machine.committed == 1
 

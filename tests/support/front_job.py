@@ -3,9 +3,10 @@
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the
 weights and of the optimizer's state, the front end's number of steps, the learning rate of its
 scheduler. It trains `steps` steps. While there is a file "slow" in the folder, machine a waits
-after two rounds until machine b is coming, and both train slowly from there on. `sigterm`: it gets
-SIGTERM after so many outer steps, in mid-round. A machine with a `world` of several ranks shards
-the model by FSDP2; `port`: for their process group. `members` false: it trains alone, by DDP.
+after two rounds until machine b is coming, and both train slowly from there on. `lag_s`: how much
+longer each step takes. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
+machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group.
+`members` false: it trains alone, by DDP.
 """
 
 import hashlib
@@ -34,12 +35,18 @@ class Rounds:
         self._before = 0
         self._count = 0
         self._sigterm = settings.get("sigterm")
+        self._looks = 0
+        self._lag_s = settings.get("lag_s", 0.0)
         if settings["name"] != "a":
             self._coming.touch()
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
         stats = hook.stats()
+        self._looks += 1
+        if self._lag_s:
+            time.sleep(self._lag_s)
+            said("trained", steps=self._looks)
         if stats["step"] > self._before and stats["step_in_round"] == 0:
             self._before = stats["step"]
             self._count = self._count + 1
@@ -156,7 +163,9 @@ def lightning(settings: dict[str, Any]) -> None:
         devices=settings.get("world", 1),
         plugins=[TorchElasticEnvironment()] if sharded else [],
         strategy=strategy(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(settings)
+            hook="diloco",
+            hook_options={"sync_every": settings.get("every", EVERY)},
+            members=machine(settings),
         ),
         max_steps=settings["steps"],
         max_epochs=-1,
@@ -189,7 +198,9 @@ def fabric(settings: dict[str, Any]) -> None:
     from lightning_commhooks.fabric import CommHookDDP
 
     strategy = CommHookDDP(
-        hook="diloco", hook_options={"sync_every": EVERY}, members=machine(settings)
+        hook="diloco",
+        hook_options={"sync_every": settings.get("every", EVERY)},
+        members=machine(settings),
     )
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
@@ -232,7 +243,9 @@ def accelerate(settings: dict[str, Any]) -> None:
         from tests.support.accelerators import sharding_accelerator
 
         handler = CommHookKwargs(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(settings)
+            hook="diloco",
+            hook_options={"sync_every": settings.get("every", EVERY)},
+            members=machine(settings),
         )
         accelerator = sharding_accelerator(handler, replicas=1)
     elif settings["name"] == "a":  # by the name of the host
@@ -244,7 +257,9 @@ def accelerate(settings: dict[str, Any]) -> None:
         handler.attach(accelerator)
     else:
         handler = CommHookKwargs(
-            hook="diloco", hook_options={"sync_every": EVERY}, members=machine(settings)
+            hook="diloco",
+            hook_options={"sync_every": settings.get("every", EVERY)},
+            members=machine(settings),
         )
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         handler.attach(accelerator)
@@ -355,7 +370,7 @@ def transformers(settings: dict[str, Any]) -> None:
         eval_dataset=data[:4],
         callbacks=[Looks()],
         hook="diloco",
-        hook_options={"sync_every": EVERY},
+        hook_options={"sync_every": settings.get("every", EVERY)},
         members=machine(settings),
     )
     trainer.train()
@@ -367,7 +382,7 @@ def transformers(settings: dict[str, Any]) -> None:
     }
     end["weights"] = hash_of(p for group in trainer.optimizer.param_groups for p in group["params"])
     # the last 14 steps once more, as a new machine; it meets the others after the first one
-    if settings["name"] == "a":
+    if settings["name"] == "a" and "every" not in settings:
         trainer.train(
             resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{settings['steps'] - 14}"
         )

@@ -1,6 +1,4 @@
-"""Machines for tests of live membership: a lighthouse in a process of its own, and a job per
-machine that prints lines of JSON.
-"""
+"""Starts a lighthouse and machines as processes that print lines of JSON."""
 
 import contextlib
 import functools
@@ -238,6 +236,27 @@ def one_gets_sigterm(
             second.kill()
     assert_equal(first, second)
     return first, end
+
+
+def one_is_slower(folder: Path, *modules: str, **given: Any) -> None:
+    """Two machines train 36 steps by front_job.py, one of which takes much longer for a step. Its
+    step count and learning rate follow those of the other one, and both end with the same round.
+    """
+    with lighthouse() as address:
+        new = functools.partial(
+            Machine, FRONT_JOB, address, folder, seed=0, steps=36, every=9, least=2, **given
+        )
+        both = new("a", *modules), new("b", *modules, lag_s=0.4)
+        try:
+            for machine in both:
+                end = machine.end()
+                assert (end["steps"], end["round"]) == (36, 4), (machine.name, end)
+        finally:
+            for machine in both:
+                machine.kill()
+    assert_equal(*both, began_together=True)
+    trained = [line["steps"] for line in both[1].lines if line["what"] == "trained"]
+    assert trained[-1] < 30, trained
 
 
 def one_comes_and_is_killed(

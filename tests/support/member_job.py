@@ -131,7 +131,10 @@ def main(settings: dict) -> None:
         **settings.get("options", {}),
     )
     members = commhooks.Torchft(
-        name=name, timeout_s=settings.get("timeout_s", 20.0), min_machines=settings.get("least", 1)
+        name=name,
+        timeout_s=settings.get("timeout_s", 20.0),
+        min_machines=settings.get("least", 1),
+        wait_for=settings.get("wait_for", "first"),
     )
     try:
         hook = commhooks.attach(model, options, members=members, replicate_group=replicate_group)

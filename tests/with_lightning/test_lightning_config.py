@@ -1,6 +1,4 @@
-"""CommHookDDP by name, from Python, and from LightningCLI: what is accepted, what is refused, and
-with which words.
-"""
+"""CommHookDDP is made by name, in Python and by LightningCLI, and refuses what cannot work."""
 
 import importlib
 import inspect
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks
 from commhooks import BF16Compress, HookConfigError
+from commhooks.registry import COMPRESSORS
 from lightning_commhooks import CommHookDDP
 from tests.support import lightning_support as support
 from tests.support import warm
@@ -49,8 +48,7 @@ NAMES = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# names
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def _by_name(root: str, name: str) -> dict[str, Any]:
@@ -91,8 +89,7 @@ def test_the_names_for_notebooks_are_those_that_work_there(monkeypatch: pytest.M
         pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_powersgd", logger=False)
 
 
-# --------------------------------------------------------------------------------------------------
-# construction
+# ---- construction --------------------------------------------------------------------------------
 
 
 def my_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -211,8 +208,7 @@ def test_without_pytorch_lightning_the_representation_is_short(
     assert repr(CommHookDDP(BF16Compress())) == "CommHookDDP(hook='bf16_compress')"
 
 
-# --------------------------------------------------------------------------------------------------
-# CLI
+# ---- CLI -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -351,11 +347,8 @@ def test_cli_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         "gradient_as_bucket_view",
     ):
         assert f"--trainer.strategy.{name} " in text
-    classes = (
-        "Noop, Int8Compress, Int4Compress, PowerSGD, BatchedPowerSGD, DiLoCo, LocalSGD, Auto,"
-        " Callable, str"
-    )
-    assert classes in _joined(text)
+    classes = [kind.Config.__name__ for kind in COMPRESSORS.values()]
+    assert ", ".join([*classes, "Callable", "str"]) in _joined(text)
     with pytest.raises(SystemExit):
         _cli(
             [

@@ -14,6 +14,7 @@ from tests.support.machines import (
     lighthouse,
     one_comes_and_is_killed,
     one_gets_sigterm,
+    one_is_slower,
 )
 
 pytestmark = pytest.mark.timeout(180)
@@ -81,6 +82,10 @@ def test_machines_resume_from_their_checkpoints(tmp_path: Path) -> None:
     for machine in (alone, *two):
         assert [machine.rounds[step]["steps"] for step in (5, 6, 7, 8)] == [25, 30, 35, 40]
     assert "goes on from outer step" in two[1].log.read_text()
+
+
+def test_a_slow_machine_follows_the_progress_of_the_others(tmp_path: Path) -> None:
+    one_is_slower(tmp_path, "lightning.pytorch", front="lightning")
 
 
 def test_a_machine_joins_fabric_and_is_killed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
-from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm  # noqa: E402
+from tests.support.machines import one_comes_and_is_killed, one_gets_sigterm, one_is_slower  # noqa: E402
 
 
 @pytest.mark.timeout(180)
@@ -33,3 +33,7 @@ def test_a_machine_that_gets_sigterm_ends_the_round_first(tmp_path: Path) -> Non
     """With the Trainer's own handling of SIGTERM, which saves first."""
     one_gets_sigterm(tmp_path, "transformers.trainer", front="transformers")
     assert any((tmp_path / "b").glob("checkpoint-*/trainer_state.json"))
+
+
+def test_a_slow_machine_follows_the_progress_of_the_others(tmp_path: Path) -> None:
+    one_is_slower(tmp_path, "transformers.trainer", front="transformers")

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_commhooks import CommHookKwargs
 
-# --------------------------------------------------------------------------------------------------
-# checkpoints
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -54,8 +53,7 @@ def save(accelerator: Accelerator, folder: Path, epoch: int) -> None:
     accelerator.wait_for_everyone()
 
 
-# --------------------------------------------------------------------------------------------------
-# training
+# ---- training ------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -45,8 +45,7 @@ LESS = 20  # times less than all-reduce must diloco send
 console = Console(highlight=False, soft_wrap=True)
 
 
-# -----------------------------------------------------------------------------------------------
-# what the demo checks
+# ---- what the demo checks ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,7 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
 
 
-# --------------------------------------------------------------------------------------------------
-# a training
+# ---- a training ----------------------------------------------------------------------------------
 
 
 class TrainingFailed(Exception):
@@ -271,8 +269,7 @@ class Training:
         return TrainingFailed("\n".join([f"{self.title}: {what}; its last lines:", *output[-40:]]))
 
 
-# --------------------------------------------------------------------------------------------------
-# the demo
+# ---- the demo ------------------------------------------------------------------------------------
 
 
 def run_demo(args: argparse.Namespace, folder: Path, env: dict[str, str]) -> list[str]:

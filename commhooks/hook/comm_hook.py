@@ -184,7 +184,10 @@ class CommHook:
         - `chosen`, `chosen_at`: for "auto", the chosen hook, and the step at which it was chosen.
         - `step_in_round`: for hooks that average weights, steps in the current round. Their `step`
           and `nonfinite_steps` count outer steps: committed, and discarded.
-        - `members`: with live membership, the number of machines in the current round.
+        - `members`: with live membership, the number of machines in the current round. Of this
+          machine, `members_steps_per_s` in the latest round, `members_weight` in the latest outer
+          step (0 to 1), `members_waited_s`, the seconds of waiting for others, and `members_since`,
+          the time (Unix) when it came.
         - `outer_gradient_norm`, `outer_gradient_cosine`: the norm of the latest outer gradient, and
           its cosine with the previous one, computed from every 64th element.
         - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for

@@ -57,6 +57,10 @@ _OF_HOOK = (
     "step",
     "step_in_round",
     "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
+    "members_since",
     "outer_gradient_norm",
     "outer_gradient_cosine",
 )

@@ -82,9 +82,11 @@ class Attempt:
         """
         machines, connections = self.decision.machines, self._machine.connections
         exchanges = self._machine.ranks.exchanges
+        share = share_of(self._own, machines)
+        self._machine.numbers.weight = share / len(machines)
         if exchanges and not self.decision.reuse:
             connections.connect(machines, self.decision.name, limit_s)
-        prepared = outer.prepare(share_of(self._own, machines), exchanges=exchanges)
+        prepared = outer.prepare(share, exchanges=exchanges)
         prepared.begin()
         prepared.finite()
         if exchanges:

@@ -41,9 +41,7 @@ START = {
 
 
 def _on_an_accelerator(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Where the host does not read what is computed, with gloo's collectives, which has messages on
-    the CPU only.
-    """
+    """As on an accelerator: the host reads nothing, and gloo's collectives carry the messages."""
     with masks(), mock.patch.object(PointToPoint, "applies_to", return_value=False):
         return _as_by_name(options, count)
 

@@ -56,9 +56,7 @@ def entered(place: str) -> Iterator[Here]:
 
 
 def same(place: str, got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal bit for bit on the CPU; up to 1 % of the norm on a GPU, where kernels may add in
-    another order each time, and a number in 16 bits may then be rounded to its other neighbour.
-    """
+    """Equal bit for bit on the CPU; within 1 % of the norm on a GPU, where the order may vary."""
     if not on_cuda(place):
         return torch.equal(got, expected)
     return (

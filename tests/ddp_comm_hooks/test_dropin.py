@@ -39,8 +39,7 @@ OURS = {
 EVERY_NAME = [(module, name) for module, names in NAMES.items() for name in names]
 
 
-# --------------------------------------------------------------------------------------------------
-# signatures
+# ---- signatures ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module, name", EVERY_NAME, ids=[name for _, name in EVERY_NAME])
@@ -74,8 +73,7 @@ def test_the_state_has_the_ten_arguments_as_attributes():
     assert state.iter == 0
 
 
-# ------------------------------------------------------------------------------------------------
-# docstring examples
+# ---- docstring examples --------------------------------------------------------------------------
 
 
 def docstring_examples() -> dict[str, str]:
@@ -133,8 +131,7 @@ def test_torchs_example_runs(run_ranks, name):
             assert "state" not in code
 
 
-# ------------------------------------------------------------------------------ torch's example of
-# saving and reloading
+# ---- torch's example of saving and reloading -----------------------------------------------------
 
 
 class SimpleModel(nn.Module):

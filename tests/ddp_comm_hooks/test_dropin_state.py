@@ -21,8 +21,7 @@ def _unpickled(data: bytes) -> commhooks.PowerSGDState:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-# --------------------------------------------------------------------------------------------------
-# pickles
+# ---- pickles -------------------------------------------------------------------------------------
 
 
 def test_a_state_loads_before_there_is_a_process_group():
@@ -123,8 +122,7 @@ def test_the_group_can_be_set_after_loading(run_ranks):
         assert torch.equal(of_three[name], expected), name
 
 
-# ---------------------------------------------------------------------- statistics; their log
-# lines: test_metrics.py
+# ---- statistics; their log lines: test_metrics.py ------------------------------------------------
 
 
 def statistics() -> list[tuple[float, int, int]]:
@@ -150,8 +148,7 @@ def test_compression_stats_count_compressed_elements(run_ranks):
             assert row == (pytest.approx(BEFORE / AFTER), compressed * BEFORE, compressed * AFTER)
 
 
-# --------------------------------------------------------------------------------------------------
-# the start
+# ---- the start -----------------------------------------------------------------------------------
 
 
 def first_steps(start: int) -> list[bool]:

@@ -83,8 +83,7 @@ def test_noop_leaves_each_rank_its_own_gradient(run_ranks, wrapper):
     run_ranks(no_communication, wrapper)
 
 
-# --------------------------------------------------------------------------------------------------
-# bit for bit
+# ---- bit for bit ---------------------------------------------------------------------------------
 
 
 def gradients_under(state: Any, hook: Callable[..., Any] | None) -> list[dict[str, torch.Tensor]]:

@@ -1,6 +1,4 @@
-"""Ways to run DDP that change which passes and which parameters a hook sees: accumulation, unused
-parameters, join.
-"""
+"""Accumulation, unused parameters and join keep every residual and average what they should."""
 
 from functools import partial
 
@@ -32,8 +30,7 @@ from tests.support.kinds import AUTO
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
-# --------------------------------------------------------------------------------------------------
-# accumulation
+# ---- accumulation --------------------------------------------------------------------------------
 
 
 def _accumulate(model: nn.Module, step: int) -> None:
@@ -82,8 +79,7 @@ def test_accumulation_counts_synchronised_passes_and_reduces_the_sum(run_ranks, 
     run_ranks(accumulation, config)
 
 
-# --------------------------------------------------------------------------------------------------
-# unused parameters
+# ---- unused parameters ---------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -134,8 +130,7 @@ def test_unused_parameters_keep_their_residual(run_ranks):
     run_ranks(unused_parameters)
 
 
-# --------------------------------------------------------------------------------------------------
-# uneven inputs
+# ---- uneven inputs -------------------------------------------------------------------------------
 
 
 def uneven_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:

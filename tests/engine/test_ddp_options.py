@@ -1,6 +1,4 @@
-"""Options of DDP that have a path of their own: each works with a hook, or is refused with a
-sentence.
-"""
+"""Each option of DDP works with a hook or is refused with a sentence."""
 
 import time
 from functools import partial
@@ -34,8 +32,7 @@ from tests.support.features import delayed_in_small_buckets, mixed_precision_of_
 POWER_SGD = commhooks.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
-# --------------------------------------------------------------------------------------------------
-# works
+# ---- works ---------------------------------------------------------------------------------------
 
 
 def same_weights(config: commhooks.HookConfig) -> None:
@@ -61,9 +58,7 @@ def test_static_graph_bucket_views_and_unused_search_change_nothing(run_ranks, c
 
 
 def delayed_all_reduce() -> None:
-    """DDP reduces some parameters itself, in a hook of another one; ours must neither see nor
-    disturb them.
-    """
+    """DDP reduces delayed parameters in a hook of its own; ours must not see or disturb them."""
     module = mlp()
     delayed = ["2.weight", "2.bias"]
     ddp = wrap(
@@ -111,9 +106,7 @@ def test_delayed_parameters_are_not_in_the_plan_and_still_averaged(run_ranks):
 
 
 class Checkpointed(nn.Sequential):
-    """Each layer's activations are computed anew in backward, by backward passes within the
-    backward pass.
-    """
+    """Computes each layer's activations anew, by backward passes within the backward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self[0](x)
@@ -165,8 +158,7 @@ def test_names_of_a_compiled_module_are_those_of_the_module(run_ranks):
     run_ranks(compiled_module)
 
 
-# --------------------------------------------------------------------------------------
-# skip_all_reduce_unused_params
+# ---- skip_all_reduce_unused_params ---------------------------------------------------------------
 
 
 class FirstUnused(nn.Module):
@@ -256,8 +248,7 @@ def test_skipped_buckets_are_counted_by_simple_hooks(run_ranks, uses):
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# refused
+# ---- refused -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

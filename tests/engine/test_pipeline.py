@@ -38,9 +38,7 @@ def _wrapped(
 
 
 def _attach(ddp: DistributedDataParallel) -> commhooks.CommHook:
-    """After the first step: there, torch's schedule infers shapes, and DDP then averages the first
-    micro-batch twice, which changes nothing but would count as a step.
-    """
+    """Count from the second step: in the first, DDP averages the first micro-batch twice."""
     return commhooks.attach(ddp, "powerSGD", hook_options=OPTIONS)
 
 

@@ -119,8 +119,7 @@ def test_a_hook_that_never_compresses_is_a_warning_on_rank_0(run_ranks):
     assert not any(on_1)
 
 
-# --------------------------------------------------------------------------------------------------
-# one line at first
+# ---- one line at first ---------------------------------------------------------------------------
 
 
 OPTIONS = {

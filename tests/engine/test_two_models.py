@@ -44,8 +44,7 @@ def all_reduces() -> Iterator[Sent]:
         yield sent
 
 
-# ------------------------------------------------------------------------- two backward passes in
-# one autograd graph
+# ---- two backward passes in one autograd graph ---------------------------------------------------
 
 
 class Chain(Prescribed):

@@ -1,6 +1,4 @@
-"""DDP's copies of rank 0's buffers are switched off under the attribute that the version of torch
-has.
-"""
+"""DDP's broadcasts of buffers are off under the attribute that this torch has."""
 
 from types import SimpleNamespace
 

@@ -98,8 +98,7 @@ def test_scalars_vectors_empty_mixed_and_complex_parameters_are_averaged(run_ran
     run_ranks(all_kinds, wrapper)
 
 
-# --------------------------------------------------------------------------------------------------
-# sparse gradients
+# ---- sparse gradients ----------------------------------------------------------------------------
 
 
 def _words(model: nn.Module, step: int) -> None:
@@ -142,8 +141,7 @@ def test_sparse_embeddings_are_averaged_as_in_plain_ddp(run_ranks, config, wrapp
     run_ranks(sparse_embeddings, config, wrapper)
 
 
-# --------------------------------------------------------------------------------------------------
-# memory formats
+# ---- memory formats ------------------------------------------------------------------------------
 
 
 def _images(model: nn.Module, step: int) -> None:

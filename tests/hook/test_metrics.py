@@ -41,8 +41,7 @@ def users_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-# --------------------------------------------------------------------------------------------------
-# time
+# ---- time ----------------------------------------------------------------------------------------
 
 
 LATE = ("powerSGD on bf16", "bf16 wrapper")
@@ -126,6 +125,9 @@ OF_OTHERS = (
     "outer_gradient_norm",
     "outer_gradient_cosine",
     "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
 )
 
 
@@ -152,8 +154,7 @@ def test_times_that_nobody_knows_are_none(run_ranks):
         assert on_an_accelerator.keys() == {f"commhooks/{name}" for name in NAMES} - missing
 
 
-# --------------------------------------------------------------------------------------------------
-# norms
+# ---- norms ---------------------------------------------------------------------------------------
 
 
 def norms() -> dict[str, Any]:
@@ -213,8 +214,7 @@ def test_norms_are_those_of_gradient_and_residual(run_ranks):
             }
 
 
-# --------------------------------------------------------------------------------------------------
-# meter
+# ---- meter ---------------------------------------------------------------------------------------
 
 
 def readings() -> list[Any]:
@@ -258,8 +258,7 @@ def test_a_meter_counts_from_the_last_reading(run_ranks):
         assert third.keys() == names - means
 
 
-# ------------------------------------------------------------------------------------------------
-# torch's own log lines
+# ---- torch's own log lines -----------------------------------------------------------------------
 
 
 def reports(module: Any, logger: str) -> list[str]:

@@ -144,8 +144,7 @@ def test_the_limit_is_that_of_torch():
                 assert _plan(torch.zeros(n, m), rank, rate).compressed == theirs, (n, m, rank, rate)
 
 
-# --------------------------------------------------------------------------------------------------
-# bytes
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_a_model_are_counted():

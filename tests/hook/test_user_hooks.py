@@ -31,8 +31,7 @@ def no_registered_hooks_left() -> Iterator[None]:
         yield
 
 
-# --------------------------------------------------------------------------------------------------
-# hooks
+# ---- hooks ---------------------------------------------------------------------------------------
 
 
 def scaled_average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -62,8 +61,7 @@ def scaled_factory(
     return options.pop("factor", 1.0), scaled_average
 
 
-# --------------------------------------------------------------------------------------------------
-# three ways to it
+# ---- three ways to it ----------------------------------------------------------------------------
 
 WAYS: dict[str, tuple[Any, dict[str, Any], float, str]] = {
     "callable": (scaled_average, {"hook_state": 0.5}, 0.5, "scaled_average"),
@@ -116,8 +114,7 @@ def test_a_registered_hook_is_listed():
     assert listed["powerSGD"]["options"]["matrix_approximation_rank"] == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# states
+# ---- states --------------------------------------------------------------------------------------
 
 
 class Counts:
@@ -164,8 +161,7 @@ def test_a_state_that_cannot_be_saved_is_mentioned_once(run_ranks):
         assert "is not saved: ['folder'] is a pathlib" in line
 
 
-# --------------------------------------------------------------------------------------------------
-# functions of ours
+# ---- functions of ours ---------------------------------------------------------------------------
 
 
 def _functions_of_ours() -> tuple[dict[str, int], bool, list[str]]:
@@ -256,8 +252,7 @@ def test_one_state_for_two_models_is_refused() -> None:
         assert first.hook.stats()["step"] == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# wrappers
+# ---- wrappers ------------------------------------------------------------------------------------
 
 DTYPES = {"fp16": (torch.float16, 1e-3), "bf16": (torch.bfloat16, 1e-2)}
 HOW: dict[str, Callable[[Any, Any, Any], object]] = {
@@ -295,8 +290,7 @@ def test_a_users_hook_works_inside_a_wrapper(run_ranks, how):
     run_ranks(averages_in_16_bits, how)
 
 
-# --------------------------------------------------------------------------------------------------
-# misbehaviour
+# ---- misbehaviour --------------------------------------------------------------------------------
 
 
 def returns_nothing(state: Any, bucket: dist.GradBucket) -> Any:

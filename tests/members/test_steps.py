@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 
 from commhooks import HookRunError, Torchft
+from commhooks.members.client import Client
+from commhooks.members.numbers import Numbers
 from commhooks.members.report import Report
 from commhooks.members.round_end import RoundEnd
 from commhooks.members.steps import MachinePartner
@@ -52,7 +54,9 @@ class Machine:
             connections=connections,
             lines=mock.Mock(),
             lighthouse=None,
-            round_end=RoundEnd(),
+            round_end=RoundEnd(Client()),
+            numbers=Numbers(),
+            timeout_s=lambda: 1.0,
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)

@@ -316,9 +316,7 @@ def print_cli_outcomes() -> None:
 
 @whole_numbers_in_config_classes
 def test_lightning_cli_takes_and_refuses_the_same() -> None:
-    """In a process of its own, as a command line is: after many other tests of one process
-    jsonargparse has been seen to read the step 7 as 7.0, which is refused.
-    """
+    """A process of its own is needed: in a shared one jsonargparse has read the step 7 as 7.0."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     python = warm.python("lightning.pytorch", "accelerate")
     done = subprocess.run([python, __file__], env=env, capture_output=True, text=True, timeout=280)

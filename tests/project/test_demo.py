@@ -25,8 +25,7 @@ def keep_signal_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-# --------------------------------------------------------------------------------------------------
-# verdict
+# ---- verdict -------------------------------------------------------------------------------------
 
 
 def _outcome(**changes: object) -> demo.Outcome:
@@ -107,8 +106,7 @@ def test_different_weights_compares_bits(tmp_path):
     assert demo.different_weights(tmp_path / "b", tmp_path / "a") == ["gone", "sign", "type"]
 
 
-# ------------------------------------------------------------------------------------------- the
-# example of Accelerate
+# ---- the example of Accelerate -------------------------------------------------------------------
 
 
 class Killed(Exception):
@@ -146,8 +144,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# all of it
+# ---- all of it -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

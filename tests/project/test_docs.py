@@ -109,8 +109,7 @@ def test_the_first_page_of_the_site_defines_the_links_of_readme():
     )
 
 
-# -------------------------------------------------------------------------------------------------
-# pages as a whole
+# ---- pages as a whole ----------------------------------------------------------------------------
 
 
 def _without_code(markdown: str) -> str:
@@ -263,8 +262,7 @@ def test_the_pages_show_each_kind():
     assert ("README.md", "commhooks hooks") in INLINE_COMMANDS
 
 
-# ---------------------------------------------------------------------------------------- a wrong
-# snippet is found
+# ---- a wrong snippet is found --------------------------------------------------------------------
 
 
 @pytest.mark.timeout(200)

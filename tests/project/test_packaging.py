@@ -1,6 +1,4 @@
-"""What a user gets from `pip install`: the source distribution, the wheel that is built from it,
-and what the wheel does in an environment of its own, outside of the repository.
-"""
+"""Source distribution and wheel hold what they should and work in an environment of their own."""
 
 import json
 import os

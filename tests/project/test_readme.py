@@ -117,8 +117,7 @@ def test_a_test_that_is_named_here_exists(test: str) -> None:
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-# --------------------------------------------------------------------------------------------------
-# numbers
+# ---- numbers -------------------------------------------------------------------------------------
 
 PERFORMANCE = (REPOSITORY / "docs/performance.md").read_text(encoding="utf-8")
 SAME = {

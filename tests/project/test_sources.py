@@ -8,8 +8,7 @@ import pytest
 from commhooks.errors import logger_of
 from tests.support.repository import nodes
 
-# ------------------------------------------------------- code from files; `test_hostile_files.py`
-# plants some in files
+# ---- code from files; `test_hostile_files.py` plants some in files -------------------------------
 
 # What imports by name: what a user's configuration or command line names; the subcommands, the
 # built-in hooks and the packages of Lightning, from a table in the source. No checkpoint reaches
@@ -97,8 +96,7 @@ def test_no_tensor_becomes_an_array() -> None:
         assert called.isdisjoint(["numpy", "from_numpy"]), file
 
 
-# ------------------------------------------ warnings go through `commhooks.errors.logger_of` or
-# Lightning's `warn` only
+# ---- warnings go through `commhooks.errors.logger_of` or Lightning's `warn` only -----------------
 
 HELPERS = {"commhooks/errors.py", "lightning_commhooks/strategy.py"}
 

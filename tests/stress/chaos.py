@@ -52,8 +52,7 @@ from tests.support.workers import WorkerPool
 PRELOADED = ("lightning.pytorch", "accelerate", "transformers.trainer")
 
 
-# --------------------------------------------------------------------------------------------------
-# report
+# ---- report --------------------------------------------------------------------------------------
 
 
 def summary(number: int, outcome: Outcome) -> dict[str, Any]:
@@ -109,8 +108,7 @@ def _seconds(survivor: str) -> float:
     return float(survivor.split()[-2])
 
 
-# --------------------------------------------------------------------------------------------------
-# the campaign
+# ---- the campaign --------------------------------------------------------------------------------
 
 
 def campaign(

@@ -159,8 +159,7 @@ def _death(kind: str, combination: Combination, generator: random.Random) -> Dea
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# checkpoints
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -100,8 +100,7 @@ def _renamed_when_complete(write: Callable[[Path], Any]) -> Callable[[Path, int]
     return save
 
 
-# --------------------------------------------------------------------------------------------------
-# plain torch
+# ---- plain torch ---------------------------------------------------------------------------------
 
 
 def plain(job: Job, watch: Watch) -> Trained:
@@ -178,8 +177,7 @@ def _plain_sharded(job: Job) -> ByHand:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Fabric
+# ---- Fabric --------------------------------------------------------------------------------------
 
 
 def fabric(job: Job, watch: Watch) -> Trained:
@@ -206,8 +204,7 @@ def fabric(job: Job, watch: Watch) -> Trained:
     return made.train(job, watch)
 
 
-# --------------------------------------------------------------------------------------------------
-# Accelerate
+# ---- Accelerate ----------------------------------------------------------------------------------
 
 
 def accelerate(job: Job, watch: Watch) -> Trained:

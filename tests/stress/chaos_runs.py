@@ -193,8 +193,7 @@ about itself.
 """
 
 
-# ------------------------------------------------------------------------------------------------ a
-# damaged checkpoint
+# ---- a damaged checkpoint ------------------------------------------------------------------------
 
 
 def _truncate_newest(folder: Path, death: Death) -> Path:
@@ -223,8 +222,7 @@ def _remove(checkpoint: Path) -> None:
     checkpoint.rename(checkpoint.with_name(f"damaged {checkpoint.name}"))
 
 
-# --------------------------------------------------------------------------------------------------
-# judging
+# ---- judging -------------------------------------------------------------------------------------
 
 
 def _read_notes(outcome: Outcome, folder: Path) -> None:

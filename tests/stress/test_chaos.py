@@ -63,8 +63,7 @@ def test_machines_come_and_go(tmp_path: Path) -> None:
     assert row["failures"] == [] and row["deaths"] > 0 and row["rounds"] == 8
 
 
-# ------------------------------------------------------------------------------------------ the
-# campaign sees failures
+# ---- the campaign sees failures ------------------------------------------------------------------
 
 PLAIN = Combination("plain", "ddp", "powerSGD")
 ERROR = {"type": "HookRunError", "text": "", "seconds": 0.1}

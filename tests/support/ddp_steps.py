@@ -26,9 +26,7 @@ SMALL_BUCKETS_MB = (
 
 
 def mlp(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Make three linear layers whose weights are worth compressing at ranks 1 and 2; the same on
-    every rank.
-    """
+    """Make three linear layers that are worth compressing at ranks 1 and 2, equal on all ranks."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 24)
@@ -85,9 +83,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def local_gradients(
     model: nn.Module, run: Callable[[nn.Module], object]
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of this rank alone, from `run`, a forward and backward pass, on a copy
-    of the module.
-    """
+    """Return this rank's own gradients, from `run` on a copy of the module."""
     alone = copy.deepcopy(model.module if isinstance(model, DistributedDataParallel) else model)
     alone.zero_grad(set_to_none=True)
     run(alone)
@@ -96,9 +92,7 @@ def local_gradients(
 
 @contextlib.contextmanager
 def process_group_of_one() -> Iterator[None]:
-    """Context manager: a default process group with this process only, for tests that need a DDP
-    model and no second rank.
-    """
+    """Context manager: a default process group with this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -5,7 +5,8 @@ weights and of the optimizer's state, the front end's number of steps, the learn
 scheduler. It trains `steps` steps. While there is a file "slow" in the folder, machine a waits
 after two rounds until machine b is coming, and both train slowly from there on. `lag_s`: how much
 longer each step takes. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
-machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group. `members` false: it trains alone, by DDP.
+machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group.
+`members` false: it trains alone, by DDP.
 """
 
 import hashlib

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def computing_with(kernel: str) -> Iterator[None]:
-    """Context manager: hooks that are attached in the body compute with this kernel: "native", if
-    the machine can compile it, or "torch".
-    """
+    """Context manager: attach hooks with the kernel "native" (if it compiles here) or "torch"."""
     with mock.patch.dict(os.environ, {"COMMHOOKS_NATIVE": {"native": "1", "torch": "0"}[kernel]}):
         yield
 

@@ -154,9 +154,7 @@ def spoil(tensors: Iterable[torch.Tensor]) -> None:
 def write_later(
     func: Any, args: Any, kwargs: Any, new: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
-    """Return a function that runs the operator and writes its results into `new`, the tensors it
-    has made.
-    """
+    """Return a function that runs the operator and writes its results into `new`."""
 
     def run() -> None:
         result = func(*args, **kwargs)

@@ -130,9 +130,7 @@ class Data(pl.LightningDataModule):
 def cli_config(
     path: Path, strategy: str, *, devices: int = 2, epochs: int = 2, **init_args: Any
 ) -> str:
-    """Write a configuration of LightningCLI (JSON is YAML) with a class of `lightning_commhooks`,
-    and return its path.
-    """
+    """Write a LightningCLI configuration for a class of `lightning_commhooks`; return its path."""
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     options = dict.fromkeys(quiet, False) | {
         "accelerator": "cpu",
@@ -195,9 +193,7 @@ class Watch(pl.Callback):
 
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[str]]:
-    """Context manager: collect the texts of all warnings, beginning with those that commhooks
-    logs.
-    """
+    """Context manager: collect the texts of all warnings, those that commhooks logs first."""
     with log_lines(level=logging.WARNING) as texts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts

@@ -90,9 +90,7 @@ class LocalDriver:
 
 
 def run_alone(tasks: Sequence[ExchangeTask], device: torch.device, world_size: int = 1) -> None:
-    """Run the exchanges of several buckets on `device` to their ends, one collective of each after
-    the other.
-    """
+    """Run the exchanges of several buckets to their ends, one collective of each in turn."""
     answers: list[Any] = [None] * len(tasks)
     while tasks:
         steps = [(task, task.advance(answer)) for task, answer in zip(tasks, answers, strict=True)]

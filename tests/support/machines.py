@@ -1,6 +1,4 @@
-"""Machines for tests of live membership: a lighthouse in a process of its own, and a job per
-machine that prints lines of JSON.
-"""
+"""Starts a lighthouse and machines as processes that print lines of JSON."""
 
 import contextlib
 import functools

@@ -311,10 +311,10 @@ def inject(what: str, number: int) -> None:
         if what == "unsure" and confirmed[0] == number:
             raise RuntimeError("the connection was lost (a test)")
 
-    def new_answer(server: StateServer, request: Any) -> None:
-        if what == "asked" and request.path.endswith("/2"):  # in the middle of the state
+    def new_answer(server: StateServer, reply: Any) -> None:
+        if what == "asked" and reply.request.path.endswith("/2"):  # in the middle of the state
             os.kill(os.getpid(), signal.SIGKILL)
-        answer(server, request)
+        answer(server, reply)
 
     def new_connect(connections: Connections, *arguments: Any) -> None:
         connecting[0] += 1

@@ -52,9 +52,7 @@ def mlp(width: int, layers: int, bias: bool = True) -> torch.nn.Sequential:
 def random_gradients(
     shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32
 ) -> Gradients:
-    """Return the gradients of `rank` at `step`: a part common to all ranks plus half of a part of
-    its own.
-    """
+    """Return the gradients of `rank` at `step`: a common part plus half of its own."""
     common = torch.Generator().manual_seed(1_000_003 * (step + 1))
     generator = torch.Generator().manual_seed(1_000_003 * (step + 1) + rank + 1)
     gradients = {}
@@ -66,9 +64,7 @@ def random_gradients(
 
 
 def backward(ddp_model: DistributedDataParallel, gradients: Gradients) -> Gradients:
-    """Run one synchronised backward pass of a `Prescribed` model, and return the gradients that DDP
-    leaves.
-    """
+    """Run one synchronised backward pass of a `Prescribed` model; return DDP's gradients."""
     ddp_model.zero_grad()
     ddp_model(gradients).backward()
     return {
@@ -91,9 +87,7 @@ EVERY_PARAMETER = 1e-6
 
 
 def masks(pretend: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Context manager: treat tensors on the CPU as if they were on an accelerator, which the host
-    must not read.
-    """
+    """Context manager: treat CPU tensors as an accelerator's, which the host must not read."""
     return mock.patch.object(precision, "is_host_readable", lambda device: not pretend)
 
 

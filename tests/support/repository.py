@@ -29,9 +29,7 @@ def nodes() -> dict[str, list[ast.AST]]:
 
 
 def make(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run make, independently of a make that may be running these tests, which passes on its
-    ARGS.
-    """
+    """Run make, independently of a make that runs these tests and passes on its ARGS."""
     env = {
         name: value
         for name, value in os.environ.items()

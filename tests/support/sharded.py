@@ -110,9 +110,7 @@ def random_gradients(
 
 
 def backward(model: nn.Module, gradients: Gradients) -> dict[str, torch.Tensor]:
-    """Run one backward pass into gradients that start as None, and return the whole gradients on
-    every rank.
-    """
+    """Run one backward pass into fresh gradients, and return the whole ones on every rank."""
     model.zero_grad(set_to_none=True)
     model(gradients).backward()
     return whole_gradients(model)
@@ -154,9 +152,7 @@ def mean_over_ranks(step: int, world_size: int) -> Gradients:
 
 
 def learned(hook: CommHook) -> dict[str, torch.Tensor]:
-    """Return copies of the hook's learned state on this rank, with its counters; empty for a hook
-    without learned state.
-    """
+    """Return copies of the hook's learned state and counters; empty if it learns nothing."""
     if not learns(hook):
         return {}
     session = session_of(hook)

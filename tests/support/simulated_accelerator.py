@@ -747,8 +747,7 @@ def simulated_accelerator(late: int | None = None) -> Iterator[Accelerator]:
         yield accelerator
 
 
-# --------------------------------------------------------------------------------------------------
-# helpers
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

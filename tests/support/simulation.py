@@ -32,9 +32,7 @@ class SimulatedRanks(testing.SimulatedRanks):
 
 
 class SimulatedPowerSGD:
-    """`world_size` ranks that compress one n x m matrix, each with its own learned state
-    (`states`).
-    """
+    """`world_size` ranks that compress one n x m matrix, each with a learned state in `states`."""
 
     def __init__(self, world_size: int, n: int, m: int, rank: int) -> None:
         config = PowerSGD(
@@ -52,9 +50,7 @@ class SimulatedPowerSGD:
         return draw(0, "w", "Q", self._rank, self._m, torch.float32).T
 
     def step(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run one step on an n x m gradient per rank, and return the gradient that each rank
-        continues with.
-        """
+        """Run one step on each rank's n x m gradient, and return what each continues with."""
         buckets = [gradient.flatten().clone() for gradient in gradients]
         assert self._ranks.step(buckets)
         return [

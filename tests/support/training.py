@@ -87,9 +87,7 @@ class Run:
         return flat(self.ddp.parameters())
 
     def save(self, **how: Any) -> dict[str, Any]:
-        """Return everything that a checkpoint contains, after converting it to bytes and back as
-        for a file.
-        """
+        """Return all that a checkpoint contains, converted to bytes and back as for a file."""
         import io
 
         content = {
@@ -125,9 +123,7 @@ def residuals(hook: commhooks.CommHook) -> dict[str, torch.Tensor]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a payload, or a part of it, to objects that `==` compares and that training does not
-    change.
-    """
+    """Convert a part of a payload to objects that `==` compares and training leaves alone."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), value.tolist())
     if isinstance(value, dict):

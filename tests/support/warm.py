@@ -38,8 +38,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-# --------------------------------------------------------------------------------------------------
-# in the tests
+# ---- in the tests --------------------------------------------------------------------------------
 
 _servers: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
 SHARED = "COMMHOOKS_WARM_SERVERS"
@@ -178,8 +177,7 @@ signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
 os.kill(os.getpid(), -status)
 """
 
-# --------------------------------------------------------------------------------------------------
-# in the server
+# ---- in the server -------------------------------------------------------------------------------
 
 
 def _serve(folder: Path, ready: int) -> dict[str, Any]:
@@ -251,9 +249,7 @@ def _serve(folder: Path, ready: int) -> dict[str, Any]:
 
 
 def _kill(pid: int, stands_for: dict[int, int]) -> None:
-    """Kill a process, and everything it has started, in its session or as a process of this
-    server.
-    """
+    """Kill a process and all that it has started, in its session or from this server."""
     for stub, other in stands_for.items():
         with contextlib.suppress(OSError):  # it has ended by itself
             if int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
@@ -300,14 +296,11 @@ def _import(modules: list[str]) -> bytes:
 
 
 def _method_name(depth: int = 2) -> str:
-    """Return the same as torchrun's function, which reads the sources of the whole stack: that was
-    most of a torchrun's CPU time.
-    """
+    """Return what torchrun's function returns, without reading the sources of the whole stack."""
     return sys._getframe(depth).f_code.co_name
 
 
-# -------------------------------------------------------------------------------------------- in
-# the forked processes
+# ---- in the forked processes ---------------------------------------------------------------------
 
 
 def _become(request: dict[str, Any], stub: str) -> None:
@@ -355,9 +348,7 @@ def _become(request: dict[str, Any], stub: str) -> None:
 
 
 def _forget_another_copy() -> None:
-    """Let this process import commhooks itself if its `sys.path` leads to another one than that of
-    the server.
-    """
+    """Let this process import commhooks anew if its `sys.path` leads to another copy."""
     if tables := sys.modules.get("commhooks.compressors.native.tables"):
         tables._IMPORTED_IN = os.getpid()  # this is no fork of a program that has used OpenMP
     spec = importlib.machinery.PathFinder.find_spec("commhooks")
@@ -367,9 +358,7 @@ def _forget_another_copy() -> None:
 
 
 def _enter_namespaces(pid: int) -> None:
-    """Enter the namespaces in which `ip netns exec` has started the program that represents this
-    process; `mnt` includes /sys.
-    """
+    """Enter the namespaces of the program that represents this process; `mnt` includes /sys."""
     for kind in ("net", "mnt"):
         theirs = f"/proc/{pid}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):

@@ -211,9 +211,7 @@ def _call(
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has come this far, so that the time to join a group does not count from
-    the first rank's arrival.
-    """
+    """Wait for every rank, so that the time to join a group does not count from the first one."""
     store.set_timeout(timedelta(seconds=timeout_s))
     store.set(f"rank {rank}", "")
     store.wait([f"rank {other}" for other in range(world_size)])

@@ -79,9 +79,7 @@ class WorkerPool:
         return list(self._pids)
 
     def import_first(self, *modules: str) -> None:
-        """Start further workers with these modules imported, without the cost of importing them in
-        each.
-        """
+        """Start further workers with these modules imported, at no cost in each of them."""
         if not set(modules) <= set(self._modules):
             self.close()
             self._modules += modules
@@ -312,9 +310,7 @@ class WorkerPool:
 
 
 def _cuda_python() -> str | None:
-    """Return a Python without a server, for tests with CUDA: a process whose parent has used the
-    driver cannot use it.
-    """
+    """Return a Python without a server, because a fork of a process with a CUDA driver has none."""
     return sys.executable if os.environ.get("COMMHOOKS_TEST_CUDA") == "1" else None
 
 

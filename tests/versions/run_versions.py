@@ -30,9 +30,7 @@ class Counts:
 
 
 def environment(name: str) -> Path:
-    """Return the folder of the environment of the set `name`; install it if it is missing or out of
-    date.
-    """
+    """Return the folder of the set's environment; install it if it is missing or out of date."""
     folder = ENVIRONMENTS / f"torch-{name}"
     wanted = (
         f"{sets.constraints(name)}# {sys.version}\n{(sets.ROOT / 'pyproject.toml').read_text()}"

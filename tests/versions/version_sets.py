@@ -52,9 +52,7 @@ def pinned() -> dict[str, str]:
 
 
 def constraints(name: str) -> str:
-    """Return pip's constraints for the set `name`: the constraints of `make test`, with the set's
-    own versions.
-    """
+    """Return pip's constraints for a set: those of `make test`, with the set's versions."""
     versions = SETS[name]
     others = [
         line

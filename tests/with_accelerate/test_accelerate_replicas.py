@@ -74,8 +74,7 @@ class Run:
         return self.handler.attached
 
 
-# --------------------------------------------------------------------------------------------------
-# gradients
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 @launched
@@ -112,8 +111,7 @@ def test_exact_averages_are_those_of_native_hsdp(run_ranks: Any, tmp_path: Path)
         assert outcome["placed"] == {("dp_shard_cp",)} and outcome["none"] == (None, {2})
 
 
-# --------------------------------------------------------------------------------------------------
-# saved
+# ---- saved ---------------------------------------------------------------------------------------
 
 
 @launched
@@ -238,8 +236,7 @@ def test_each_of_two_models_loads_its_folder_or_none_does(run_ranks: Any, tmp_pa
         assert "remove this folder" in outcome["error"]
 
 
-# --------------------------------------------------------------------------------------------------
-# lost replicas
+# ---- lost replicas -------------------------------------------------------------------------------
 
 
 @launched
@@ -278,8 +275,7 @@ def test_a_run_that_has_lost_a_replica_goes_on(run_ranks: Any, tmp_path: Path) -
             assert torch.allclose(residual, before["residuals"][name], atol=1e-6), name
 
 
-# --------------------------------------------------------------------------------------------------
-# what cannot work
+# ---- what cannot work ----------------------------------------------------------------------------
 
 
 def _forgotten() -> str:

@@ -61,8 +61,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.module.named_parameters()}
 
 
-# --------------------------------------------------------------------------------------------------
-# save and load
+# ---- save and load -------------------------------------------------------------------------------
 
 
 def _without_state(root: str) -> dict[str, Any]:
@@ -210,8 +209,7 @@ def test_what_loses_the_state_is_a_warning(run_ranks: Any, tmp_path: Path) -> No
             assert all(text.startswith("commhooks: ") for text in rank[what])
 
 
-# --------------------------------------------------------------------------------------------------
-# training
+# ---- training ------------------------------------------------------------------------------------
 
 
 def _scaled() -> Any:
@@ -243,8 +241,7 @@ def test_without_a_hook_it_is_fabrics_ddp(run_ranks: Any, tmp_path: Path) -> Non
     assert run_ranks(_off, str(tmp_path)) == [{"hook": None, "keys": {"model"}}] * 2
 
 
-# --------------------------------------------------------------------------------------------------
-# errors
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,7 @@ def test_the_requeue_signal_at_different_steps_and_in_mid_backward(
     _check_saved_and_resumed(run_ranks, tmp_path / "hpc_ckpt_1.ckpt", STOPS_AT)
 
 
-# ------------------------------------------------------------------------------------------- is
-# this a signal handler?
+# ---- is this a signal handler? -------------------------------------------------------------------
 
 
 class _Kept:

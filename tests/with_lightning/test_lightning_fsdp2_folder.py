@@ -1,6 +1,4 @@
-"""The hook's folder in checkpoints of `CommHookFSDP2`: incomplete, outdated, of another hook,
-hostile.
-"""
+"""`CommHookFSDP2` refuses a hook's folder that is incomplete, outdated, foreign or hostile."""
 
 import time
 from pathlib import Path

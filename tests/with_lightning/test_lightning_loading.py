@@ -1,6 +1,4 @@
-"""What a Trainer with CommHookDDP loads: other checkpoints, other hooks; nothing leaks from one
-call into the next.
-"""
+"""A Trainer loads checkpoints of other hooks, and nothing leaks from one call into the next."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""Hooks that average weights once in several steps, in a Trainer: resume, validation, the end of
-the training.
-"""
+"""Local steps in a Trainer resume, validate the common weights, and end the last round."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""`CommHookDDP(hook=None)` is DDPStrategy: no hook, nothing in checkpoints, no error from
-callbacks.
-"""
+"""`CommHookDDP(hook=None)` is DDPStrategy: nothing in checkpoints, no error from callbacks."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""What a Trainer with CommHookDDP saves: the hook once, in full checkpoints, with `save_residual`
-as set.
-"""
+"""A Trainer saves the hook once, in full checkpoints, with `save_residual` as set."""
 
 import os
 from pathlib import Path

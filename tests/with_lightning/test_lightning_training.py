@@ -339,9 +339,7 @@ class _Finetuned(Model):
 
 
 def _finetune(root: str) -> dict[str, Any]:
-    """Four epochs, of which the backbone is trained from the second on; and the last two again from
-    a checkpoint.
-    """
+    """Train the backbone from the second of four epochs on, and resume for the last two."""
 
     def run(**options: Any) -> dict[str, Any]:
         # A new learning rate of its own at each start, so that the backbone really moves.

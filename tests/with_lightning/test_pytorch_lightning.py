@@ -145,9 +145,7 @@ def _steps(made: Any, model: Any, optimizer: Any, steps: range) -> None:
 
 
 def _with_fabric(package: Any, strategy: Any, pool: Any, path: str) -> dict[str, torch.Tensor]:
-    """The weights after eight steps; the last three are done again after a load, with the same
-    result.
-    """
+    """Return the weights after eight steps, of which the last three are repeated after a load."""
     made = package.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[pool])
     made.launch()
     net = Model().net
@@ -188,8 +186,7 @@ def test_strategies_are_pickled_by_name() -> None:
         assert type(copy) is type(strategy) and copy._request == strategy._request
 
 
-# --------------------------------------------------------------------------------------------------
-# wrong twins
+# ---- wrong twins ---------------------------------------------------------------------------------
 
 
 def test_a_trainer_gets_a_strategy_of_its_own_package_only() -> None:
@@ -223,8 +220,7 @@ def test_a_callback_of_the_other_package_is_an_error(
         run_ranks(_callback_of_the_other, str(tmp_path), name)
 
 
-# --------------------------------------------------------------------------------------------------
-# CLI
+# ---- CLI -----------------------------------------------------------------------------------------
 
 
 def _cli(config: str, root: str) -> Any:
@@ -248,8 +244,7 @@ def test_the_cli_takes_the_strategy(run_ranks: Any, tmp_path: Path) -> None:
         assert options["matrix_approximation_rank"] == 3
 
 
-# --------------------------------------------------------------------------------------------------
-# imports
+# ---- imports -------------------------------------------------------------------------------------
 
 
 def _packages(folder: Path, **sources: str) -> None:
@@ -268,9 +263,7 @@ def _packages(folder: Path, **sources: str) -> None:
 
 
 def _imported(folder: Path, code: str) -> list[str]:
-    """Which packages are there, and which of them know the strategy names, after `code` in a
-    process without them.
-    """
+    """Return which packages know the strategy names after `code`, in a process without them."""
     code = f"""import sys
 for name in [*sys.modules]:
     if name.partition(".")[0] in ("lightning", "pytorch_lightning"):

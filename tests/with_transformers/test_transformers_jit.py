@@ -1,6 +1,4 @@
-"""The Trainer's checkpoint on SIGTERM, on two real ranks that notice the signal in the middle of a
-step.
-"""
+"""The Trainer saves on SIGTERM that comes to two real ranks in the middle of a step."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""Hooks that average weights once in several steps, in a `CommHookTrainer`: resume, evaluation, the
-end.
-"""
+"""Local steps in a `CommHookTrainer` resume, evaluate the common weights, and end the round."""
 
 from pathlib import Path
 from typing import Any
@@ -40,9 +38,7 @@ def test_a_resume_in_mid_round_is_bit_equal(run_ranks: Any, tmp_path: Path) -> N
 
 
 class _Looks(TrainerCallback):
-    """In mid-round: saves the model at step 4, evaluates after step 5; `save_steps` saves it at
-    step 8.
-    """
+    """Saves the model at step 4, evaluates after step 5, both in mid-round; saves at step 8."""
 
     trainer: Any
 

@@ -1,6 +1,4 @@
-"""`CommHookTrainer` with FSDP2 and `dp_replicate_size`: replicas are sharded, and the hook averages
-between them.
-"""
+"""With `dp_replicate_size` `CommHookTrainer` shards, and the hook averages between replicas."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`CommHookFSDP2(shards=...)`: FSDP2's own collectives are compressed, with and without replicas."""
+"""`CommHookFSDP2(shards=...)` compresses FSDP2's collectives, with and without replicas."""
 
 from pathlib import Path
 from typing import Any

@@ -64,8 +64,10 @@ class ModelShards:
     """What `CommHook` asks of compressed collectives. `alone`: no other hook averages."""
 
     def __init__(self, attached: AttachedShards, *, alone: bool) -> None:
-        self.attached, self._alone = attached, alone
-        self.stats, self.detach = attached.stats, attached.detach
+        self.attached = attached
+        self._alone = alone
+        self.stats = attached.stats
+        self.detach = attached.detach
 
     def summary(self) -> str:
         return shards_summary(self.attached)
@@ -81,7 +83,8 @@ class ShardsHook:
     members = None
 
     def __init__(self, shards: ModelShards, source: GradientSource) -> None:
-        self.shards, self.counters = shards, shards.attached.traffic.counters
+        self.shards = shards
+        self.counters = shards.attached.traffic.counters
         self._names = source.names
         self.checkpointer = UserStateCheckpointer(NAME, self._options, self.counters, source.group)
 
@@ -180,19 +183,15 @@ def shards_plan(shards: AttachedShards) -> ModelPlan:
 
 
 def _planned(parameter: UnitParameter, rows: Rows, shards: AttachedShards) -> ShardPlan:
-    weights, gradients = _piece(parameter, rows.weights), _piece(parameter, rows.gradients)
-    gathers, scatters = rows.unit.gathers, int(parameter.trained)
-    before = (
-        shards.ranks
-        * parameter.numel
-        * (
-            gathers * parameter.gathered_dtype.itemsize
-            + scatters * parameter.reduced_dtype.itemsize
-        )
-    )
-    after = gathers * _sent(parameter, parameter.gathered_dtype.itemsize, rows.weights, shards)
+    weights = _piece(parameter, rows.weights)
+    gradients = _piece(parameter, rows.gradients)
+    gathers = rows.unit.gathers
+    gathered = parameter.gathered_dtype.itemsize
+    reduced = parameter.reduced_dtype.itemsize if parameter.trained else 0
+    before = shards.ranks * parameter.numel * (gathers * gathered + reduced)
+    after = gathers * _sent(parameter, gathered, rows.weights, shards)
     if parameter.trained:
-        after += _sent(parameter, parameter.reduced_dtype.itemsize, rows.gradients, shards)
+        after += _sent(parameter, reduced, rows.gradients, shards)
     reasons = dict.fromkeys(piece.exact for piece in (weights, gradients) if piece and piece.exact)
     compressed = any(piece is not None and not piece.exact for piece in (weights, gradients))
     return ShardPlan(
@@ -203,7 +202,11 @@ def _planned(parameter: UnitParameter, rows: Rows, shards: AttachedShards) -> Sh
         compressed=compressed,
         reason="" if compressed else "; ".join(reasons) or "several dtypes in its unit",
         weights=f"{gathers} x {_form(weights, rows.weights, parameter.gathered_dtype)}",
-        gradients=_form(gradients, rows.gradients, parameter.reduced_dtype) if scatters else "none",
+        gradients=(
+            _form(gradients, rows.gradients, parameter.reduced_dtype)
+            if parameter.trained
+            else "none"
+        ),
         bytes_before=-(-before // 2),
         bytes_after=-(-after // 2),
     )

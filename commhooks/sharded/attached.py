@@ -13,6 +13,7 @@ from commhooks.compressors.native import library
 from commhooks.compressors.quantized.kernels import results_of
 from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.errors import AttachError, HookConfigError, listed
+from commhooks.gradients import precision
 from commhooks.sharded.codec import Codec
 from commhooks.sharded.gather import GatherWeights
 from commhooks.sharded.layout import RowLayout, row_layout
@@ -57,8 +58,11 @@ class AttachedShards:
         *,
         logs: bool,
     ) -> None:
-        self.options, self.ranks, self.device = options, group.size(), device
-        self.traffic, self.passes = Traffic(), Passes()
+        self.options = options
+        self.ranks = group.size()
+        self.device = device
+        self.traffic = Traffic()
+        self.passes = Passes()
         self.passes.ends.append(self.traffic.end_step)
         units = units_of(model)
         _compare(units, group, device)
@@ -79,7 +83,8 @@ class AttachedShards:
         return BetweenNodes(nodes, group, self._memory["grouped"], self.traffic)
 
     def _replace(self, rows: Rows, logs: bool) -> None:
-        unit, messages = rows.unit, self._memory["messages"]
+        unit = rows.unit
+        messages = self._memory["messages"]
         weights = self._codec(rows.weights)
         gradients = self._codec(rows.gradients)
         if gradients is not None and self.arrangement:
@@ -107,7 +112,8 @@ class AttachedShards:
 
     def stats(self) -> dict[str, Any]:
         """Return the entry `shards` of `CommHook.stats`."""
-        traffic, counters = self.traffic, self.traffic.counters
+        traffic = self.traffic
+        counters = traffic.counters
         return {
             "kernel": "native" if self.native else "torch",
             "gathers": traffic.gathers,
@@ -136,8 +142,8 @@ def _rows_of(unit: Unit, options: Shards, code: BlockCode) -> Rows:
     def layout(parameters: list[Any], dtypes: list[torch.dtype], form: str | None) -> Any:
         return row_layout(parameters, dtypes, form, code, options.exclude)
 
-    gathered = [each.gathered_dtype for each in unit.parameters]
-    reduced = [each.reduced_dtype for each in unit.trained]
+    gathered = [parameter.gathered_dtype for parameter in unit.parameters]
+    reduced = [parameter.reduced_dtype for parameter in unit.trained]
     return Rows(
         unit,
         layout(list(unit.parameters), gathered, options.weights),
@@ -146,6 +152,8 @@ def _rows_of(unit: Unit, options: Shards, code: BlockCode) -> Rows:
 
 
 def _kernel(device: torch.device) -> tuple[bool, str]:
+    if not precision.is_host_readable(device):
+        return False, ""
     try:
         return library.build(device, results_of) != "", ""
     except HookConfigError as error:

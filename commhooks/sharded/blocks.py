@@ -23,7 +23,10 @@ class Blocks:
     def __init__(
         self, pieces: Sequence[Piece], code: BlockCode, dtype: torch.dtype, scratch: Memory
     ) -> None:
-        self.pieces, self.code, self.dtype, self.scratch = pieces, code, dtype, scratch
+        self.pieces = pieces
+        self.code = code
+        self.dtype = dtype
+        self.scratch = scratch
         self.real = compute_dtype(dtype)
         self.largest_scale = code.largest_scale(torch.finfo(dtype).max, self.real)
         self.blocks = [code.blocks_of(piece.numel) for piece in pieces]

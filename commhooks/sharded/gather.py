@@ -42,8 +42,12 @@ class GatherWeights:
         memory: Memory,
         traffic: Traffic,
     ) -> None:
-        self._what, self._ranks, self._codec = f"weights of {unit}", ranks, codec
-        self._route, self._memory, self._traffic = route, memory, traffic
+        self._what = f"weights of {unit}"
+        self._ranks = ranks
+        self._codec = codec
+        self._route = route
+        self._memory = memory
+        self._traffic = traffic
         if codec is not None:
             memory.reserve(ranks * codec.message_bytes)
 
@@ -70,25 +74,26 @@ class GatherWeights:
             return whole(output_tensor, input_tensor, group=group, async_op=async_op)
         rows = output_tensor.view(self._ranks, -1)
         self._check(rows)
-        own = rows[group.rank()]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor)
+        own_row = rows[group.rank()]  # FSDP2 passes this view of its output as `input_tensor`
+        if own_row.data_ptr() != input_tensor.data_ptr():
+            own_row.copy_(input_tensor)
         with span("gather", self._what):
-            finish = self._send(self._codec, own, rows, group)
+            finish = self._send(self._codec, own_row, rows, group)
         if async_op:
             return Finishing(finish)
         finish()
         return None
 
     def _send(
-        self, codec: Codec, own: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup
+        self, codec: Codec, own_row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup
     ) -> Callable[[], None]:
         buffer = self._memory.take()
         size = self._ranks * codec.message_bytes
         messages = buffer[:size].view(self._ranks, codec.message_bytes)
-        clocks, places = self._traffic.counters.clocks, self._route.places
+        clocks = self._traffic.counters.clocks
+        places = self._route.places
         with clocks.measure(rows.device):
-            codec.encode(own, messages[places[group.rank()]])
+            codec.encode(own_row, messages[places[group.rank()]])
             pending = self._route.gather(messages, group, self._what)
 
         def finish() -> None:
@@ -120,7 +125,8 @@ class Finishing(dist.Work):
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        self._finish = None
         if finish is not None:
             finish()
         return True

@@ -106,12 +106,12 @@ def row_layout(
     """
     if form is None or len(set(dtypes)) != 1:  # FSDP2 packs several dtypes as bytes
         return None
-    starts = itertools.accumulate((each.numel for each in parameters), initial=0)
-    pieces = tuple(
-        Piece(each.name, start, each.numel, why_exact(each, dtypes[0], form, code, exclude))
-        for each, start in zip(parameters, starts, strict=False)
-    )
-    return RowLayout(pieces, dtypes[0], form, code)
+    starts = itertools.accumulate((parameter.numel for parameter in parameters), initial=0)
+    pieces = []
+    for parameter, start in zip(parameters, starts, strict=False):
+        exact = why_exact(parameter, dtypes[0], form, code, exclude)
+        pieces.append(Piece(parameter.name, start, parameter.numel, exact))
+    return RowLayout(tuple(pieces), dtypes[0], form, code)
 
 
 def why_exact(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from commhooks.gradients import precision
 from commhooks.gradients.modes import plain_mode
-from commhooks.gradients.precision import has_streams
 
 
 class Memory:
@@ -42,7 +42,7 @@ class Memory:
         given back, because a collective has failed and may still write into it, is not used again.
         """
         last_use = None
-        if has_streams(self.device):
+        if precision.has_streams(self.device):
             last_use = torch.Event(self.device)
             last_use.record(torch.accelerator.current_stream(self.device))
         self._free.append((buffer, last_use))

@@ -44,7 +44,9 @@ class PlainPart:
     def __init__(
         self, pieces: Sequence[Piece], dtype: torch.dtype, wire_dtype: torch.dtype
     ) -> None:
-        self._pieces, self._dtype, self._wire_dtype = pieces, dtype, wire_dtype
+        self._pieces = pieces
+        self._dtype = dtype
+        self._wire_dtype = wire_dtype
         self.nbytes = sum(piece.numel for piece in pieces) * wire_dtype.itemsize
 
     def encode(self, row: torch.Tensor, section: torch.Tensor) -> None:
@@ -55,7 +57,8 @@ class PlainPart:
         scatter_into(numbers, [piece.of(row) for piece in self._pieces])
 
     def add(self, row: torch.Tensor, sections: Sequence[torch.Tensor], weigh: Weigh) -> None:
-        pieces, real = [piece.of(row) for piece in self._pieces], compute_dtype(self._dtype)
+        pieces = [piece.of(row) for piece in self._pieces]
+        real = compute_dtype(self._dtype)
         total = weigh(torch.cat(pieces).to(real))
         for section in sections:
             total += weigh(section.view(self._wire_dtype).to(real))

@@ -53,7 +53,8 @@ class Route(Protocol):
 class Direct:
     def __init__(self, ranks: int, rank: int, traffic: Traffic) -> None:
         self.places: Sequence[int] = range(ranks)
-        self.peers, self.here = ranks, rank
+        self.peers = ranks
+        self.here = rank
         self._traffic = traffic
 
     def gather(self, messages: torch.Tensor, group: dist.ProcessGroup, what: str) -> Pending:
@@ -76,21 +77,24 @@ class BetweenNodes:
     def __init__(
         self, nodes: Nodes, group: dist.ProcessGroup, rows: Memory, traffic: Traffic
     ) -> None:
-        self._nodes, self._rows, self._traffic = nodes, rows, traffic
-        self.peers, self.here = nodes.count, nodes.inter_node.rank()
+        self._nodes = nodes
+        self._rows = rows
+        self._traffic = traffic
+        self.peers = nodes.count
+        self.here = nodes.inter_node.rank()
         self._local = nodes.local_rank
-        own = torch.tensor([self.here, self._local], device=rows.device)
-        found = gather_rows(own, group, None, "the places of the ranks in nodes").tolist()
+        here = torch.tensor([self.here, self._local], device=rows.device)
+        ranks = gather_rows(here, group, None, "the places of the ranks in nodes").tolist()
         # Buffers are `L x N`: the ranks of a node side by side, for one collective inside it.
-        self.places: Sequence[int] = [local * nodes.count + node for node, local in found]
-        order = sorted(range(len(found)), key=self.places.__getitem__)
+        self.places: Sequence[int] = [local * nodes.count + node for node, local in ranks]
+        order = sorted(range(len(ranks)), key=self.places.__getitem__)
         self._order = torch.tensor(order, device=rows.device)
 
     def gather(self, messages: torch.Tensor, group: dist.ProcessGroup, what: str) -> Pending:
         of_places = messages.view(self._nodes.ranks_per_node, self.peers, -1)
-        own = of_places[self._local]  # N x bytes
-        self._start(Send(own[self.here], op="gather", into=own), what).wait()
-        inside = Send(own, op="gather", into=of_places, over="intra_node")
+        of_place = of_places[self._local]  # N x bytes
+        self._start(Send(of_place[self.here], op="gather", into=of_place), what).wait()
+        inside = Send(of_place, op="gather", into=of_places, over="intra_node")
         return self._start(inside, what)
 
     def reduce_inside(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -110,6 +114,6 @@ class BetweenNodes:
         return self._start(Send(sent, op="all_to_all", into=arriving), what)
 
     def _start(self, send: Send, what: str) -> Pending:
-        nodes, traffic = self._nodes, self._traffic
-        group = nodes.intra_node if send.over == "intra_node" else nodes.inter_node
-        return start(send, group, traffic.counters, what, traffic.messages)
+        inside = send.over == "intra_node"
+        group = self._nodes.intra_node if inside else self._nodes.inter_node
+        return start(send, group, self._traffic.counters, what, self._traffic.messages)

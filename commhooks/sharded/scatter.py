@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commhooks.comm.collectives import REDUCE_SCATTER
 from commhooks.comm.wire import all_finite
 from commhooks.errors import HookRunError, logger_of
-from commhooks.gradients.precision import is_host_readable
+from commhooks.gradients import precision
 from commhooks.gradients.profiling import span
 from commhooks.sharded.codec import Codec
 from commhooks.sharded.memory import Memory
@@ -50,8 +50,12 @@ class ScatterGradients:
         *,
         logs: bool,
     ) -> None:
-        self._unit, self._codec, self._route = unit, codec, route
-        self._memory, self._passes, self._traffic = memory, passes, traffic
+        self._unit = unit
+        self._codec = codec
+        self._route = route
+        self._memory = memory
+        self._passes = passes
+        self._traffic = traffic
         self._warns = logs
         if codec is not None:
             memory.reserve(2 * route.peers * codec.message_bytes)
@@ -96,7 +100,8 @@ class ScatterGradients:
         group: dist.ProcessGroup,
         weigh: Weigh,
     ) -> None:
-        route, size = self._route, codec.message_bytes
+        route = self._route
+        size = codec.message_bytes
         rows = route.reduce_inside(rows, group)
         buffer = self._memory.take()
         used = buffer[: 2 * route.peers * size].view(2, route.peers, size)
@@ -114,7 +119,7 @@ class ScatterGradients:
         takes the step, whatever it looks at.
         """
         finite = all_finite(rows)
-        if is_host_readable(rows.device) and bool(finite):
+        if precision.is_host_readable(rows.device) and bool(finite):
             return
         first = rows.index_select(1, self._starts)
         rows.index_copy_(1, self._starts, torch.where(finite, first, float("nan")))

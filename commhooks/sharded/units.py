@@ -55,12 +55,12 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
     for module_name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        found = unit_of_fsdp(module, known, is_root=module is model)
-        if found is not None and found.parameters:
+        unit = unit_of_fsdp(module, known, is_root=module is model)
+        if unit is not None and unit.parameters:
             name = own_name(module_name) or type(model).__name__.removeprefix("FSDP")
-            _check(name, module, found)
-            parameters = [_described(each, names[id(each)], found) for each in found.parameters]
-            collectives = found.gather, found.scatter, found.gathers, found.regathers
+            _check(name, module, unit)
+            parameters = [_described(p, names[id(p)], unit) for p in unit.parameters]
+            collectives = unit.gather, unit.scatter, unit.gathers, unit.regathers
             units.append(Unit(name, weakref.ref(module), tuple(parameters), *collectives))
     return units
 
@@ -68,7 +68,8 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
 def _described(
     parameter: torch.nn.Parameter, names: Sequence[str], unit: UnitOfFSDP
 ) -> UnitParameter:
-    policy, dtype = unit.policy, parameter.dtype
+    policy = unit.policy
+    dtype = parameter.dtype
     gathered = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
     return UnitParameter(
         tuple(names),
@@ -84,14 +85,15 @@ def _described(
 def padded_numel(parameter: torch.nn.Parameter) -> int:
     """Return the number of elements of the largest shard, which all ranks send."""
     sharded: Any = parameter
-    placement, ranks = sharded.placements[0], sharded.device_mesh.size()
+    placement = sharded.placements[0]
+    ranks = sharded.device_mesh.size()
     dim = placement.dim if isinstance(placement, Shard) else 0  # Replicate: on a mesh of one rank
     size = sharded.size(dim)
     return sharded.numel() // size * -(-size // ranks) if size else 0
 
 
 def _check(name: str, module: FSDPModule, unit: UnitOfFSDP) -> None:
-    missing = next((each for each in _SETTERS if not hasattr(module, each)), None)
+    missing = next((setter for setter in _SETTERS if not hasattr(module, setter)), None)
     if missing is not None:
         raise AttachError(
             f"shards needs FSDPModule.{missing}, which torch {torch.__version__} lacks: install a"

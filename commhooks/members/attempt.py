@@ -84,7 +84,11 @@ class Attempt:
         exchanges = self._machine.ranks.exchanges
         if exchanges and not self.decision.reuse:
             connections.connect(machines, self.decision.name, limit_s)
-        prepared = outer.prepare(share_of(self._own, machines), exchanges=exchanges)
+        prepared = outer.prepare(
+            share_of(self._own, machines),
+            exchanges=exchanges,
+            records=exchanges and self._machine.history.is_kept,
+        )
         prepared.begin()
         prepared.finite()
         if exchanges:
@@ -105,6 +109,8 @@ class Attempt:
         """Write what has arrived, and go on from where the machine stands that has done most."""
         assert self.prepared is not None
         outer.commit_prepared(self.prepared)
+        if (record := outer.record(len(self.decision.machines))) is not None:
+            self._machine.history.add(record)
         if self._furthest is None or self._own.steps == self._furthest.steps:
             return
         group = self._source.group

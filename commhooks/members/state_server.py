@@ -5,6 +5,7 @@ Plain HTTP without proxies. Whoever reaches the port can read the weights.
 """
 
 import ctypes
+import functools
 import http.server
 import json
 import socket
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from commhooks.members.history import History
 from commhooks.members.watch import keep_from_children, wake
 
 PIECE_BYTES = 16 * 2**20
@@ -54,9 +56,10 @@ class StateServer:
     GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a
     tensor, and /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no
     state of this step. GET /status returns what `status` returns, as JSON; /waiting calls
-    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. The connection
-    of GET /watch/ID stays open until this process or the other one closes it; 404 if ID is not this
-    machine.
+    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. GET
+    /history/ROUND returns the outer step of a round, empty if the round is running, 404 if it is
+    not kept; /history/running the number of the running round. The connection of GET /watch/ID
+    stays open until this process or the other one closes it; 404 if ID is not this machine.
 
     Args:
         host: of this machine, at which it listens.
@@ -64,6 +67,7 @@ class StateServer:
         status: returns what to tell about this machine.
         waited_for: is called when another machine has waited for this one for too long.
         ended: is called when another machine has done its part of a round.
+        history: the outer steps since the state.
     """
 
     def __init__(
@@ -73,9 +77,11 @@ class StateServer:
         status: Callable[[], dict[str, Any]],
         waited_for: Callable[[], None] = lambda: None,
         ended: Callable[[int], None] = lambda round: None,
+        history: History | None = None,
     ) -> None:
         self._limit_s, self._status, self._waited_for = limit_s, status, waited_for
         self._ended = ended
+        self._history = history
         self._served: _Served | None = None
         self._lock = threading.Lock()
         self._watchers = set[socket.socket]()
@@ -149,6 +155,14 @@ class StateServer:
                 self._ended(int(rest))
             _send(request, memoryview(json.dumps(self._status()).encode()))
             return
+        if kind == "history" and self._history is not None:
+            running = str(self._history.round).encode()
+            content = self._history.step(int(rest)) if rest.isdecimal() else running
+            if content is None:
+                request.send_error(404)
+            else:
+                _send(request, memoryview(content), self._history.use)
+            return
         if kind == "watch" and urllib.parse.unquote(rest) == self._status().get("id"):
             _send(request, memoryview(b""))
             self._wait_for_end_of(request.connection)
@@ -162,12 +176,17 @@ class StateServer:
             if not served.readers:
                 self._free()
         elif part == "form" or part.isdecimal() and int(part) < len(served.tensors):
-            content = (
+            asked = (
                 memoryview(served.form) if part == "form" else _bytes_of(served.tensors[int(part)])
             )
-            _send(request, content, lambda: setattr(served, "used_at", time.monotonic()))
+            _send(request, asked, functools.partial(self._read, served))
         else:
             request.send_error(404)
+
+    def _read(self, served: _Served) -> None:
+        served.used_at = time.monotonic()
+        if self._history is not None:
+            self._history.use()
 
     def _wait_for_end_of(self, connection: socket.socket) -> None:
         self._watchers.add(connection)
@@ -274,6 +293,28 @@ def open_watch(machine: str, server: str) -> socket.socket:
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return connection
+
+
+def running_round(server: str) -> int:
+    """Return the round that a machine trains. Raises one of `NETWORK_ERRORS`."""
+    with _opener.open(f"http://{server}/history/running", timeout=STATUS_LIMIT_S) as answer:
+        return int(answer.read())
+
+
+class NotKept(OSError):
+    """Raised if a machine does not keep an outer step."""
+
+
+def fetch_step(server: str, round: int, limit_s: float) -> bytes:
+    """Return the outer step of a round; b"" if the round is running there. Raises one of
+    `NETWORK_ERRORS`, NotKept if the machine does not keep it.
+    """
+    try:
+        with _opener.open(f"http://{server}/history/{round}", timeout=limit_s) as answer:
+            content: bytes = answer.read()
+            return content
+    except urllib.error.HTTPError as error:
+        raise NotKept(f"{server} does not keep the outer step of round {round}") from error
 
 
 def has_read(server: str, step: int, machine: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.members.addresses import check_interface, own_host
+from commhooks.members.history import History
 from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
 from commhooks.members.options import Torchft
@@ -29,6 +30,7 @@ class ThisMachine:
         server: of this rank; None if this rank does not exchange.
         lighthouse: on the first rank; None on others.
         round_end: what this rank has heard of the ends of rounds.
+        history: the latest outer steps of this rank, while another machine reads them.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -39,6 +41,7 @@ class ThisMachine:
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
         self.round_end = RoundEnd()
+        self.history = History(options.timeout_s)
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
         own_id = (
@@ -78,6 +81,7 @@ class ThisMachine:
             self.connections.status,
             self._is_waited_for,
             self.round_end.hear,
+            self.history,
         )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)

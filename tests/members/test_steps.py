@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from commhooks import HookRunError, Torchft
+from commhooks.members.history import History
 from commhooks.members.report import Report
 from commhooks.members.round_end import RoundEnd
 from commhooks.members.steps import MachinePartner
@@ -53,11 +54,13 @@ class Machine:
             lines=mock.Mock(),
             lighthouse=None,
             round_end=RoundEnd(),
+            history=History(1.0),
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)
         self.outer = mock.Mock(state=mock.MagicMock(step=5, nonfinite_steps=0))
         self.outer.commit_prepared.side_effect = self._commit
+        self.outer.record.return_value = None
         self.steps._outer, self.steps._common = self.outer, mock.Mock()
         self.steps._common.digest.return_value = 7
         self.steps.healing = mock.Mock(failed=0)

@@ -158,6 +158,18 @@ class Machine:
     def rounds_of(self, rank: int) -> dict[int, dict[str, Any]]:
         return {line["step"]: line for line in list(self.lines) if _is_round_of(line, rank)}
 
+    def took_before(self, step: int) -> tuple[str, int]:
+        """Return whose state it has taken last before the line of outer step `step`, after which
+        outer step; ("", 0) if none.
+        """
+        taken = ("", 0)
+        for line in list(self.lines):
+            if line["what"] == "took" and line["local_rank"] == 0:
+                taken = line["of"], line["step"]
+            if _is_round_of(line, 0) and line["step"] >= step:
+                break
+        return taken
+
     def end(self) -> dict[str, Any]:
         """Wait for the last line and the end of the process."""
         last = self.wait_for(lambda line: line["what"] in ("end", "error"))

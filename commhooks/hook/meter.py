@@ -22,10 +22,21 @@ NAMES = (
     "outer_gradient_norm",
     "outer_gradient_cosine",
     "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
 )
 """Names of the metrics; docs/working.md explains each."""
 _SO_FAR = ("bytes_sent", "compressed_steps", "nonfinite_steps")
-_LATEST = ("chosen_at", "outer_gradient_norm", "outer_gradient_cosine", "members")
+_LATEST = (
+    "chosen_at",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+    "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
+)
 
 
 class Meter:

@@ -82,13 +82,12 @@ class Attempt:
         """
         machines, connections = self.decision.machines, self._machine.connections
         exchanges = self._machine.ranks.exchanges
+        share = share_of(self._own, machines)
+        self._machine.numbers.weight = share / len(machines)
         if exchanges and not self.decision.reuse:
             connections.connect(machines, self.decision.name, limit_s)
-        prepared = outer.prepare(
-            share_of(self._own, machines),
-            exchanges=exchanges,
-            records=exchanges and self._machine.history.is_kept,
-        )
+        records = exchanges and self._machine.history.is_kept
+        prepared = outer.prepare(share, exchanges=exchanges, records=records)
         prepared.begin()
         prepared.finite()
         if exchanges:

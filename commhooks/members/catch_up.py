@@ -9,8 +9,8 @@ from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.replay import Record
+from commhooks.members.client import NETWORK_ERRORS
 from commhooks.members.report import Report
-from commhooks.members.state_server import NETWORK_ERRORS, fetch_step, running_round
 from commhooks.members.this_machine import ThisMachine
 
 _WHAT = "an outer step of another machine"
@@ -27,6 +27,7 @@ class CatchUp:
         self._name = machine.id.rpartition(":")[0]
         self._group, self._device = source.group, source.device
         self._outer = outer
+        self._client = machine.client
         self._began = time.monotonic()
         self._bytes = 0
 
@@ -44,7 +45,7 @@ class CatchUp:
             content, failure = b"", ""
             try:
                 if self._ranks.exchanges:
-                    content = fetch_step(server, self._round, limit_s)
+                    content = self._client.outer_step(server, self._round, limit_s)
             except NETWORK_ERRORS as error:
                 failure = str(error) or type(error).__name__
             if not self._ranks.all_agree(not failure):
@@ -65,7 +66,7 @@ class CatchUp:
         text = ""
         if self._ranks.is_first:
             try:
-                text = str(max(0, running_round(server) - self._round))
+                text = str(max(0, self._client.running_round(server) - self._round))
             except NETWORK_ERRORS:
                 text = "0"  # which the next request finds
         return int(self._ranks.first_text(text))
@@ -76,7 +77,7 @@ class CatchUp:
         deadline = time.monotonic() + limit_s
         while self._ranks.exchanges and not content and time.monotonic() < deadline:
             time.sleep(_AGAIN_S)
-            content = fetch_step(server, self._round, limit_s)
+            content = self._client.outer_step(server, self._round, limit_s)
         return content
 
     def _take(self, content: bytes) -> None:

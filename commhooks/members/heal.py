@@ -12,9 +12,9 @@ from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from commhooks.members.catch_up import CatchUp
+from commhooks.members.client import NETWORK_ERRORS, NoState
 from commhooks.members.registered import Registered
 from commhooks.members.report import Decision, Report
-from commhooks.members.state_server import NETWORK_ERRORS, NoState, fetch, has_read
 from commhooks.members.this_machine import ThisMachine
 
 
@@ -99,14 +99,16 @@ class Healing:
                 if not self._connections.all_answer([source]):
                     raise OSError("it does not answer")
                 moved_on = functools.partial(self._connections.has_moved_on, source)
-                form, read_tensor = fetch(server, step, limit_s, lambda: not moved_on())
+                form, read_tensor = self._machine.client.fetch(
+                    server, step, limit_s, lambda: not moved_on()
+                )
                 arrived = self._common.read(form, read_tensor)
             except NETWORK_ERRORS as error:
                 failure = str(error) or type(error).__name__
                 # its exchange has failed, and is repeated
                 self.failed += not isinstance(error, NoState)
             else:
-                has_read(server, step, self._machine.id)
+                self._machine.client.has_read(server, step, self._machine.id)
         if not self._ranks.all_agree(not failure):
             self._lines.say(
                 "the state of machine %s at %s is unavailable: %s",

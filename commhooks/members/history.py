@@ -3,6 +3,7 @@ while the others train on.
 """
 
 import time
+from collections.abc import Callable
 
 from commhooks.local_steps.replay import Record
 
@@ -17,7 +18,7 @@ class History:
         round: the number of the running round.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: Callable[[], float]) -> None:
         self.round = -1
         self._limit_s = limit_s
         self._steps: dict[int, bytes] = {}
@@ -26,8 +27,8 @@ class History:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a machine reads; none does if it has not for `limit_s`."""
-        return self._bytes_left > 0 and time.monotonic() < self._used_at + self._limit_s
+        """Whether a machine reads; none does if it has not for `limit_s()`."""
+        return self._bytes_left > 0 and time.monotonic() < self._used_at + self._limit_s()
 
     def begin(self, most_bytes: int) -> None:
         """A machine will read the state of the running round."""

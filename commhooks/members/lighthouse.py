@@ -20,10 +20,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from commhooks.errors import AttachError, HookConfigError
+from commhooks.members.client import NETWORK_ERRORS, Client, listens
 from commhooks.members.heartbeats import CONNECT_LIMIT_S, HEARTBEAT_S, Heartbeats
 from commhooks.members.lines import LINE_EVERY_S, Lines
 from commhooks.members.report import Report
-from commhooks.members.state_server import NETWORK_ERRORS, ask, listens, open_watch
+from commhooks.members.secret import Key, refusal
 from commhooks.members.status_page import machines_at
 from commhooks.members.watch import Watch
 
@@ -125,6 +126,11 @@ class Lighthouse:
         server: the address of this machine's state server.
         store: the address of this machine's store.
         timeout_s: returns after how many seconds a machine that hangs is given up.
+        key: of the secret that all machines share.
+
+    Attributes:
+        refusal: why this machine must end, because it does not know the secret of others; "" if it
+            need not.
 
     Raises:
         AttachError: it does not answer within `timeout_s()`.
@@ -138,8 +144,11 @@ class Lighthouse:
         store: str,
         timeout_s: Callable[[], float],
         lines: Lines,
+        key: Key | None = None,
     ) -> None:
         from torchft.coordination import LighthouseClient
+
+        self.refusal = ""
 
         self._address = address
         self._id = id
@@ -147,6 +156,8 @@ class Lighthouse:
         self._store = store
         self._limit_s = timeout_s
         self._lines = lines
+        self._key = key
+        self._servers = Client(key)
         self._name = id  # under which this machine asks
         self._absent = Absent()
         self._others: dict[str, str] = {}  # the servers of the others in the latest quorum, by id
@@ -164,7 +175,7 @@ class Lighthouse:
                 f" start it by `commhooks lighthouse`, or correct {VARIABLE} ({error})"
             ) from error
         self.heartbeats = Heartbeats(timeout_s, self._new_sender, self._others_train, lines)
-        self._watch = Watch(self.has_died, open_watch)
+        self._watch = Watch(self.has_died, self._servers.watch)
 
     def _new_sender(self) -> Any:
         from torchft.coordination import ManagerServer
@@ -185,7 +196,7 @@ class Lighthouse:
     def _others_train(self) -> bool:
         with contextlib.suppress(*NETWORK_ERRORS, ValueError):
             listed = machines_at(self._address)
-            return any(machine.heartbeat_s < _ALIVE_FOR_S for machine in listed)
+            return any(machine.server and machine.heartbeat_s < _ALIVE_FOR_S for machine in listed)
         return False
 
     def quorum(self, report: Report, deadline: float | None) -> Quorum | None:
@@ -262,13 +273,22 @@ class Lighthouse:
                 with contextlib.suppress(Exception):
                     self._client = self._new_client()
             else:
+                self._check_secrets(report, [(id_of(name), data) for name, data in members])
                 return self._read(members)
         return None
 
+    def _check_secrets(self, report: Report, members: Quorum) -> None:
+        self.refusal, lines = refusal(self._id, report.joined, self._key, members)
+        for line in lines:
+            self._lines.say("%s", line, about=line)
+
     def _read(self, members: Quorum) -> Quorum:
-        """Return the quorum with the ids of the machines in place of the names under which they
-        have asked.
+        """Return the quorum without reports that lack a proof of the secret, and with the ids of
+        the machines in place of the names under which they have asked.
         """
+        key = self._key
+        if key is not None:
+            members = [(name, data) for name, data in members if key.knows(id_of(name), data)]
         has_left = {
             name: isinstance(data, dict) and data.get("left") is True for name, data in members
         }
@@ -280,14 +300,15 @@ class Lighthouse:
         return [(id_of(name), data) for name, data in members]
 
     def _send(self, client: Any, name: str, report: Report, limit: timedelta) -> Quorum:
+        content = report.to_json()
         quorum = client.quorum(
             name,
             limit,
-            address=self._server,
+            address="" if report.left else self._server,
             store_address=self._store,
             step=report.step,
             world_size=1,
-            data=report.to_json(),
+            data=content if self._key is None else self._key.sign_report(report.id, content),
         )
         return [(member.replica_id, member.data) for member in quorum.participants]
 
@@ -317,9 +338,9 @@ class Lighthouse:
         """
         for id, server in list(self._others.items()):
             try:
-                ask(server, "waiting")
+                self._servers.ask(server, "waiting")
             except NETWORK_ERRORS as error:
-                if isinstance(getattr(error, "reason", error), TimeoutError):
+                if isinstance(error, TimeoutError):
                     self.has_died(id)
 
 

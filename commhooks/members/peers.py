@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
 from commhooks.comm.groups import adopt
+from commhooks.members.client import NETWORK_ERRORS, Client, listens
 from commhooks.members.report import Report
-from commhooks.members.state_server import NETWORK_ERRORS, ask, listens
 
 _WHAT = "the list of machines"
 _CONNECT_LIMIT_S = 10.0
@@ -120,11 +120,22 @@ class Connections:
             again.
     """
 
-    def __init__(self, id: str, shard: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        id: str,
+        shard: int,
+        device: torch.device,
+        timeout_s: Callable[[], float],
+        client: Client,
+    ) -> None:
         self.group: dist.ProcessGroup | None = None
         self.name, self.number = "", 0
         self.unreachable: dict[str, Report] = {}
-        self._id, self._shard, self._device, self._timeout_s = id, shard, device, timeout_s
+        self._id = id
+        self._shard = shard
+        self._device = device
+        self._timeout_s = timeout_s
+        self._client = client
         self._torchft_group: Any = None
         self._connecting = ""
         self._failed: deque[str] = deque(maxlen=16)
@@ -147,7 +158,7 @@ class Connections:
         self.disconnect()
         self._connecting = name
         self._wait_until_ready(machines, name, time.monotonic() + limit_s)
-        limit = timedelta(seconds=min(_CONNECT_LIMIT_S, self._timeout_s))
+        limit = timedelta(seconds=min(_CONNECT_LIMIT_S, self._timeout_s()))
         made = _group_class(self._device)(timeout=limit)
         rank = [machine.id for machine in machines].index(self._id)
         made.configure(
@@ -156,7 +167,7 @@ class Connections:
         self._torchft_group, self.group, self.name = made, made.parent, name
         # torch 2.13; before, exchanges have the limit of the connection
         if hasattr(self.group, "set_timeout"):
-            self.group.set_timeout(timedelta(seconds=self._timeout_s))
+            self.group.set_timeout(timedelta(seconds=self._timeout_s()))
         adopt(
             self.group,
             (
@@ -195,7 +206,7 @@ class Connections:
             return {}
         with ThreadPoolExecutor(min(16, len(machines)), "commhooks status") as pool:
             answers = list(
-                pool.map(lambda machine: _status_of(machine.servers[self._shard]), machines)
+                pool.map(lambda machine: self._status_of(machine.servers[self._shard]), machines)
             )
         # Behind a router that forwards ports another machine may answer.
         return {
@@ -203,6 +214,11 @@ class Connections:
             for machine, status in zip(machines, answers, strict=True)
             if status.get("id") == machine.id
         }
+
+    def _status_of(self, server: str) -> dict[str, Any]:
+        with contextlib.suppress(*NETWORK_ERRORS):
+            return self._client.ask(server)
+        return {}
 
     def _not_connected(self, silent: Sequence[Report]) -> NotConnected:
         places = ", ".join(
@@ -269,12 +285,6 @@ class Connections:
     def close(self) -> None:
         self._closed.set()
         self.disconnect()
-
-
-def _status_of(server: str) -> dict[str, Any]:
-    with contextlib.suppress(*NETWORK_ERRORS):
-        return ask(server)
-    return {}
 
 
 def _group_class(device: torch.device) -> Any:

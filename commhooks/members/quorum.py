@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from commhooks.errors import HookRunError
+from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.profiling import span
 from commhooks.members.report import Decision, NotAReport, Report, decide, read
 from commhooks.members.this_machine import ThisMachine
@@ -18,11 +18,13 @@ class Quorums:
 
     def decide(self, report: Report, deadline: float | None) -> Decision:
         """Ask for a quorum with this report, and decide. The result is the same on all ranks of
-        this machine. Raises HookRunError after `deadline`.
+        this machine. Raises HookRunError after `deadline`, and AttachError without the secret of
+        the others.
         """
         connections, lines = self._machine.connections, self._machine.lines
         connections.number = report.number
-        reports = self.ask(report, deadline)
+        with self._machine.numbers.waiting():
+            reports = self.ask(report, deadline)
         if reports is None:
             raise HookRunError(
                 "members: the other machines did not come to their outer step in time"
@@ -41,12 +43,20 @@ class Quorums:
         if lighthouse is not None:
             with span("quorum", self._name):
                 quorum = lighthouse.quorum(report, deadline)
-            text = json.dumps({"orphaned": lighthouse.heartbeats.orphaned, "quorum": quorum or []})
+            text = json.dumps(
+                {
+                    "orphaned": lighthouse.heartbeats.orphaned,
+                    "refusal": lighthouse.refusal,
+                    "quorum": quorum or [],
+                }
+            )
         content = json.loads(self._machine.ranks.first_text(text))
         if content["orphaned"]:
             raise HookRunError(
                 "members: the torchrun that has started this machine is gone, so the machine ends"
             )
+        if content["refusal"]:
+            raise AttachError(f"members: {content['refusal']}")
         reports, strangers = read_all(content["quorum"])
         if lighthouse is not None:
             lighthouse.seen(reports)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from commhooks.members.state_server import NETWORK_ERRORS, ask
+from commhooks.members.client import NETWORK_ERRORS, Client
 
 _AGAIN_S = 1.0
 
@@ -17,7 +17,8 @@ class RoundEnd:
     learns in mid-step that its round is over, and looks between two steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._heard = self._telling = -1
 
     def hear(self, round: int) -> None:
@@ -45,15 +46,14 @@ class RoundEnd:
         again = threading.Event()
         with ThreadPoolExecutor(min(16, len(servers) or 1), "commhooks round end") as pool:
             while servers and self._telling == round:
-                told = list(pool.map(lambda server: _tell(server, round), servers))
+                told = list(pool.map(lambda server: self._tell_one(server, round), servers))
                 servers = [server for server, done in zip(servers, told, strict=True) if not done]
                 if servers:
                     again.wait(_AGAIN_S)
 
-
-def _tell(server: str, round: int) -> bool:
-    try:
-        ask(server, f"ended/{round}")
-    except NETWORK_ERRORS:
-        return False
-    return True
+    def _tell_one(self, server: str, round: int) -> bool:
+        try:
+            self._client.ask(server, f"ended/{round}")
+        except NETWORK_ERRORS:
+            return False
+        return True

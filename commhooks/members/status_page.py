@@ -19,7 +19,7 @@ class Listed:
 
     Attributes:
         id: as the lighthouse knows it.
-        server: the address of its state server.
+        server: the address of its state server; "" if it has left.
         heartbeat_s: seconds since its latest heartbeat.
     """
 

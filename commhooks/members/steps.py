@@ -87,9 +87,13 @@ class MachinePartner:
         if (lighthouse := self._machine.lighthouse) is not None:
             counters = steps.counters
             lighthouse.heartbeats.passes = lambda: counters.backward_passes
+        numbers = self._machine.numbers
+        numbers.round = lambda: steps.state.step
+        numbers.passes = lambda: steps.counters.backward_passes
+        numbers.bytes_sent = lambda: steps.counters.bytes_sent
 
     def stats(self) -> dict[str, Any]:
-        return {"members": max(1, len(self.participants))}
+        return {"members": max(1, len(self.participants)), **self._machine.numbers.stats()}
 
     def leave(self) -> None:
         """End this machine's part in the training, and tell the others. `end_round` then raises
@@ -241,6 +245,7 @@ class MachinePartner:
 
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
+        self._machine.numbers.begin_round()
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
         self._machine.history.round = self._round
@@ -248,7 +253,7 @@ class MachinePartner:
         self.healing.reads = ""
 
     def _limit(self, deadline: float | None) -> float:
-        timeout_s = self.options.timeout_s
+        timeout_s = self._machine.timeout_s()
         return (
             timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
         )

@@ -5,18 +5,22 @@ ranks.
 import json
 import socket
 import uuid
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.members.addresses import check_interface, own_host
+from commhooks.members.client import Client
 from commhooks.members.history import History
 from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
+from commhooks.members.numbers import Numbers
 from commhooks.members.options import Torchft
 from commhooks.members.peers import Connections, RanksOfMachine
 from commhooks.members.round_end import RoundEnd
+from commhooks.members.secret import key_of
 from commhooks.members.state_server import StateServer
 
 
@@ -40,8 +44,11 @@ class ThisMachine:
 
     def __init__(self, options: Torchft, ranks: RanksOfMachine, device: torch.device) -> None:
         self.options, self.ranks, self.lines = options, ranks, Lines(ranks.is_first)
-        self.round_end = RoundEnd()
-        self.history = History(options.timeout_s)
+        self.key = key_of(options.secret)
+        self.client = Client(self.key)
+        self.round_end = RoundEnd(self.client)
+        self.history = History(self.timeout_s)
+        self.numbers = Numbers()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
         own_id = (
@@ -51,7 +58,7 @@ class ThisMachine:
         )
         self.id = ranks.first_text(own_id)
         self.store = ""
-        self.connections = Connections(self.id, ranks.shard, device, options.timeout_s)
+        self.connections = Connections(self.id, ranks.shard, device, self.timeout_s, self.client)
         failure = ""
         try:
             self._open(options, device)
@@ -77,10 +84,11 @@ class ThisMachine:
             check_interface(host)
         self.server = StateServer(
             host,
-            options.timeout_s,
-            self.connections.status,
+            self.timeout_s,
+            self._status,
             self._is_waited_for,
             self.round_end.hear,
+            self.key,
             self.history,
         )
         if self.ranks.is_first:
@@ -91,9 +99,18 @@ class ThisMachine:
                 self.id,
                 self.server.address,
                 self.store,
-                lambda: options.timeout_s,
+                self.timeout_s,
                 self.lines,
+                self.key,
             )
+
+    def timeout_s(self) -> float:
+        """Return after how many seconds a machine is given up that does not answer or move."""
+        limit_s = self.options.timeout_s
+        return self.numbers.limit_s if limit_s is None else limit_s
+
+    def _status(self) -> dict[str, Any]:
+        return self.connections.status() | {"numbers": self.numbers.shown()}
 
     def _is_waited_for(self) -> None:
         if self.lighthouse is not None:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 
-_AGAIN_S = 2.0
+_AGAIN_S = 0.5
 
 
 class Watch:

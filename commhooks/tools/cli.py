@@ -41,7 +41,15 @@ FINDS_MACHINES = "run the lighthouse, through which the machines of a run find e
 LIGHTHOUSE = """\
 Runs torchft's lighthouse, through which the machines of a run with members="torchft" find each
 other. It needs no GPU and hardly any memory or network; run it on a machine that stays. Ends with
-Ctrl-C. Whoever reaches the port can take part: use it in a network that you trust."""
+Ctrl-C. Whoever reaches the port can take part, unless the machines share a secret
+(COMMHOOKS_SECRET)."""
+
+SHOWS_MACHINES = "show what the machines of a run do, in a table (members)"
+SHOWN_MACHINES = """\
+Shows what the machines of a run with members="torchft" do: outer steps so far, steps per second in
+the latest round, the weight in the latest outer step, seconds of waiting for others, bytes sent,
+and since when each takes part. Run it on any host that reaches them, with COMMHOOKS_SECRET if they
+have one. Ends with Ctrl-C."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -153,6 +161,18 @@ def _env_arguments(parser: argparse.ArgumentParser) -> None:
     _json_argument(parser, "texts")
 
 
+def _machines_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lighthouse",
+        metavar="URL",
+        help="such as http://10.0.0.5:29510 (default: TORCHFT_LIGHTHOUSE)",
+    )
+    parser.add_argument(
+        "--every-s", type=float, metavar="S", default=1, help="seconds between two looks (1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the table once, and end")
+
+
 def _lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=29510, help="on all interfaces (29510)")
     parser.add_argument(
@@ -208,6 +228,7 @@ COMMANDS = {
         _env_arguments,
     ),
     "lighthouse": Command(FINDS_MACHINES, _lighthouse_arguments, LIGHTHOUSE),
+    "machines": Command(SHOWS_MACHINES, _machines_arguments, SHOWN_MACHINES),
 }
 """The subcommands by name. All except `hooks` are modules of this package with a function `run`."""
 

@@ -125,6 +125,9 @@ OF_OTHERS = (
     "outer_gradient_norm",
     "outer_gradient_cosine",
     "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
 )
 
 

@@ -12,26 +12,31 @@ from commhooks.compressors.base import StepInfo
 from commhooks.local_steps.compressor import DiLoCoCompressor
 from commhooks.local_steps.replay import Record, recorded, replayed
 from commhooks.members.catch_up import CatchUp
+from commhooks.members.client import Client, NotKept
 from commhooks.members.history import History
 from commhooks.members.report import Report
-from commhooks.members.state_server import NotKept, StateServer, fetch_step, running_round
+from commhooks.members.state_server import StateServer
 from tests.support.simulation import SimulatedRanks
 
 
 def test_outer_steps_are_kept_while_a_machine_reads() -> None:
-    history = History(1.0)
+    history = History(lambda: 1.0)
     history.round = 3
     assert not history.is_kept and history.step(3) is None
     history.begin(10)
-    server = StateServer("127.0.0.1", 1.0, dict, history=history)
-    assert fetch_step(server.address, 3, 5.0) == b"" and running_round(server.address) == 3
+    server = StateServer("127.0.0.1", lambda: 1.0, dict, history=history)
+    client = Client()
+    assert (
+        client.outer_step(server.address, 3, 5.0) == b""
+        and client.running_round(server.address) == 3
+    )
     history.add(Record([torch.ones(2)], 3, good=False))
     history.round = 4
-    record = Record.read(fetch_step(server.address, 3, 5.0))
+    record = Record.read(client.outer_step(server.address, 3, 5.0))
     assert (record.replicas, record.good) == (3, False) and record.received[0].tolist() == [1, 1]
     for round in (2, 5):
         with pytest.raises(NotKept, match=f"does not keep the outer step of round {round}"):
-            fetch_step(server.address, round, 5.0)
+            client.outer_step(server.address, round, 5.0)
     history.add(Record([torch.zeros(2**22 + 1)]))  # more than 16 MiB
     assert not history.is_kept and history.step(3) is None
     server.close()
@@ -47,13 +52,12 @@ def test_a_machine_that_falls_behind_does_not_chase_for_ever() -> None:
     )
     machine: Any = SimpleNamespace(id="c:1", ranks=ranks, lines=mock.Mock())
     source: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: 1), device=None)
-    running = lambda server: 15 + 2 * (state.step - 10)  # noqa: E731
-    with (
-        mock.patch("commhooks.members.catch_up.running_round", running),
-        mock.patch("commhooks.members.catch_up.fetch_step", lambda *_: Record([]).to_bytes()),
-        pytest.raises(
-            HookRunError, match="c falls behind: it has read outer steps of a at .* MB/s"
-        ),
+    machine.client = SimpleNamespace(
+        running_round=lambda server: 15 + 2 * (state.step - 10),
+        outer_step=lambda *_: Record([]).to_bytes(),
+    )
+    with pytest.raises(
+        HookRunError, match="c falls behind: it has read outer steps of a at .* MB/s"
     ):
         CatchUp(machine, source, outer).run(Report(id="a:1", servers=("x:1",)), 1.0)
     assert state.step == 15

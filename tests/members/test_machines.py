@@ -523,6 +523,30 @@ def test_machines_that_do_not_fit(
     assert all(len(line["names"]) == 1 for line in a.rounds.values())
 
 
+def test_a_secret(start: Callable[..., Machine]) -> None:
+    """Two machines share it, and one of them heals from the other. Others end, and say why."""
+    secret = "correct horse battery"
+    shared = {"variables": {"COMMHOOKS_SECRET": secret}}
+    a = start("a", **shared)
+    a.round(1)
+    b = start("b", seed=1, **shared)
+    c = start("c")
+    d = start("d", variables={"COMMHOOKS_SECRET": "another horse battery"})
+    a.wait_for(lambda line: line.get("part") == ["a", "b"])
+    for machine, sentence in (
+        (c, r"machine c has no secret, and machine [ab] has one: give it the same by COMMHOOKS_"),
+        (d, r"machine d has another secret than machine [ab]: start it with the same$"),
+    ):
+        end = machine.end()
+        assert end["type"] == "AttachError" and re.search(sentence, end["text"]), end
+    a.round(max(a.rounds) + 3)
+    assert_equal_weights(a, b)
+    assert [line["of"] for line in b.lines if line["what"] == "took"] == ["a"]
+    a.wait_for_text("machine (c has no|d has another) secret, and does not take part")
+    assert {name for line in a.rounds.values() for name in line["names"]} == {"a", "b"}
+    assert not any("horse" in machine.log.read_text() for machine in (a, b, c, d))
+
+
 def test_machines_of_two_ranks(start: Callable[..., Machine]) -> None:
     """The ranks of a machine train as one by DDP; one rank of each exchanges."""
     a = start("a", world=2, buffer_bytes=64)

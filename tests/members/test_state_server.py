@@ -2,6 +2,7 @@
 process.
 """
 
+import http.server
 import os
 import runpy
 import socket
@@ -14,17 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.members import state_server
-from commhooks.members.state_server import (
-    NETWORK_ERRORS,
-    NoState,
-    StateServer,
-    ask,
-    fetch,
-    has_read,
-    host_and_port,
-)
+from commhooks.members import client as client_module
+from commhooks.members.client import NETWORK_ERRORS, Client, NoState, host_and_port
+from commhooks.members.secret import Key
+from commhooks.members.state_server import StateServer
 
+client = Client()
 TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.zeros(0)]
 
 
@@ -33,7 +29,7 @@ def server() -> Iterator[Callable[..., StateServer]]:
     made: list[StateServer] = []
 
     def new(limit_s: float = 60.0, host: str = "127.0.0.1", **given: Any) -> StateServer:
-        made.append(StateServer(host, limit_s, **{"status": lambda: {"id": "a:1"}} | given))
+        made.append(StateServer(host, lambda: limit_s, **{"status": lambda: {"id": "a:1"}} | given))
         return made[-1]
 
     yield new
@@ -48,22 +44,25 @@ def eventually(met: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize(
+    ("host", "keys"),
+    [("127.0.0.1", [None, None]), ("[::1]", [None, None]), ("127.0.0.1", [Key("a"), Key("a")])],
+)
 def test_the_state_arrives_and_is_freed_when_all_have_read_it(
-    server: Callable[..., StateServer], host: str
+    server: Callable[..., StateServer], host: str, keys: list[Key | None]
 ) -> None:
-    served = server(host=host)
+    served, client = server(host=host, key=keys[0]), Client(keys[1])
     given = [tensor.clone() for tensor in TENSORS]
     served.serve(3, b"a form", given, ["b:1", "c d:2"])
     given[0].zero_()  # the training goes on
-    form, read = fetch(served.address, 3, 1.0)
+    form, read = client.fetch(served.address, 3, 1.0)
     arrived = [torch.full_like(tensor, 9) for tensor in TENSORS]
     for number, tensor in enumerate(arrived):
         read(number, tensor)
     assert form == b"a form" and all(map(torch.equal, arrived, TENSORS))
-    has_read(served.address, 3, "b:1")
+    client.has_read(served.address, 3, "b:1")
     assert served.serving
-    has_read(served.address, 3, "c d:2")
+    client.has_read(served.address, 3, "c d:2")
     eventually(lambda: not served.serving)
 
 
@@ -81,14 +80,14 @@ def test_a_state_of_another_step_is_waited_for_until_the_limit(
     with pytest.raises(
         OSError, match="it has not served the state of outer step 4 within 0.2 s"
     ) as late:
-        fetch(served.address, 4, 0.2)
+        client.fetch(served.address, 4, 0.2)
     assert not isinstance(late.value, NoState), "so that another machine is asked next"
     began = time.monotonic()
     with pytest.raises(NoState, match="it has no state of outer step 4"):
-        fetch(served.address, 4, 60.0, lambda: False)
+        client.fetch(served.address, 4, 60.0, lambda: False)
     assert time.monotonic() - began < 5.0, "the machine has moved on"
     threading.Timer(0.3, served.serve, (4, b"later", TENSORS, ["b:1"])).start()
-    assert fetch(served.address, 4, 5.0)[0] == b"later"
+    assert client.fetch(served.address, 4, 5.0)[0] == b"later"
 
 
 def test_a_proxy_of_the_environment_is_not_used(server: Callable[..., StateServer]) -> None:
@@ -98,9 +97,9 @@ def test_a_proxy_of_the_environment_is_not_used(server: Callable[..., StateServe
         os.environ, http_proxy="http://127.0.0.1:1", HTTP_PROXY="http://127.0.0.1:1", no_proxy=""
     ):
         # as in a process that starts with this environment
-        loaded = runpy.run_path(state_server.__file__)
-        assert loaded["fetch"](served.address, 3, 1.0)[0] == b"form"
-        assert loaded["ask"](served.address) == {"id": "a:1"}
+        loaded = runpy.run_path(client_module.__file__)["Client"]()
+        assert loaded.fetch(served.address, 3, 1.0)[0] == b"form"
+        assert loaded.ask(served.address) == {"id": "a:1"}
 
 
 def test_a_reader_that_gives_up_leaves_no_traceback(
@@ -121,8 +120,8 @@ def test_a_reader_that_gives_up_leaves_no_traceback(
 def test_questions(server: Callable[..., StateServer]) -> None:
     waited = []
     served = server(waited_for=lambda: waited.append(1))
-    assert ask(served.address) == {"id": "a:1"} and not waited
-    assert ask(served.address, "waiting") == {"id": "a:1"} and waited
+    assert client.ask(served.address) == {"id": "a:1"} and not waited
+    assert client.ask(served.address, "waiting") == {"id": "a:1"} and waited
 
 
 @pytest.mark.parametrize(
@@ -133,12 +132,22 @@ def test_other_paths_are_not_found(server: Callable[..., StateServer], path: str
     served = server()
     served.serve(3, b"", TENSORS, ["b:1"])
     with pytest.raises(NETWORK_ERRORS, match="404"):
-        ask(served.address, path)
+        client.ask(served.address, path)
 
 
-def test_a_server_of_something_else_is_no_machine() -> None:
-    for content in (b"<html>", b"[1]"):
-        with mock.patch.object(state_server._opener, "open") as opened:
-            opened.return_value.__enter__.return_value.read.return_value = content
-            with pytest.raises(OSError, match="host:1 is no machine of a training"):
-                ask("host:1")
+@pytest.mark.parametrize("content", [b"<html>", b"[1]"])
+def test_a_server_of_something_else_is_no_machine(content: bytes) -> None:
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request).start()
+        with pytest.raises(OSError, match=r"127.0.0.1:\d+ is no machine of a training"):
+            client.ask(f"127.0.0.1:{other.server_port}")

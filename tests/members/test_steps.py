@@ -10,7 +10,9 @@ from unittest import mock
 import pytest
 
 from commhooks import HookRunError, Torchft
+from commhooks.members.client import Client
 from commhooks.members.history import History
+from commhooks.members.numbers import Numbers
 from commhooks.members.report import Report
 from commhooks.members.round_end import RoundEnd
 from commhooks.members.steps import MachinePartner
@@ -53,8 +55,10 @@ class Machine:
             connections=connections,
             lines=mock.Mock(),
             lighthouse=None,
-            round_end=RoundEnd(),
-            history=History(1.0),
+            round_end=RoundEnd(Client()),
+            history=History(lambda: 1.0),
+            numbers=Numbers(),
+            timeout_s=lambda: 1.0,
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)

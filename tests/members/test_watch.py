@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from commhooks.members.state_server import open_watch
+from commhooks.members.client import Client
 from commhooks.members.watch import Watch
 from tests.support import warm
 from tests.support.repository import PYTHONPATH
@@ -17,7 +17,7 @@ from tests.support.repository import PYTHONPATH
 _MACHINE = """
 import os, sys, time
 from commhooks.members.state_server import StateServer
-server = StateServer("127.0.0.1", 60.0, lambda: {"id": "a:1"})
+server = StateServer("127.0.0.1", lambda: 60.0, lambda: {"id": "a:1"})
 print(server.address, flush=True)
 sys.stdin.readline()
 child = os.fork()
@@ -50,7 +50,7 @@ class Watched:
         assert self.eventually(lambda: self.opened == 1, 10.0)
 
     def _open(self, machine: str, server: str) -> socket.socket:
-        connection = open_watch(machine, server)
+        connection = Client().watch(machine, server)
         self.opened += 1
         return connection
 

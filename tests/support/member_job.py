@@ -324,13 +324,14 @@ def inject(what: str, number: int) -> None:
         if what == "unsure" and confirmed[0] == number:
             raise RuntimeError("the connection was lost (a test)")
 
-    def new_answer(server: StateServer, request: Any) -> None:
-        part = request.path.startswith("/state/") and request.path.endswith("/2")
+    def new_answer(server: StateServer, reply: Any) -> None:
+        path = reply.request.path
+        part = path.startswith("/state/") and path.endswith("/2")
         if what == "slow" and part:
             time.sleep(number)
         if what == "asked" and part:  # in the middle of the state
             os.kill(os.getpid(), signal.SIGKILL)
-        answer(server, request)
+        answer(server, reply)
 
     def new_connect(connections: Connections, *arguments: Any) -> None:
         connecting[0] += 1

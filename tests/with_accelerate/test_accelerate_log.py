@@ -28,6 +28,9 @@ OF_OTHERS = (
     "outer_gradient_norm",
     "outer_gradient_cosine",
     "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
 )
 ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
 

@@ -29,7 +29,7 @@ from commhooks.local_steps.flat_weights import copied, divided, layouts, packed,
 from commhooks.local_steps.offload import to_host
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
-from commhooks.local_steps.replay import Record, recorded, replayed
+from commhooks.local_steps.replay import Record, Recorder, Replay
 from commhooks.local_steps.schedule import Rules
 
 
@@ -57,9 +57,7 @@ class OuterSteps(ExchangeDriver):
         self._messages = PointToPoint()
         self._in_flight: OuterExchange | None = None
         self._measured: list[torch.Tensor] = []
-        # what each buffer has received, by the id of its workspace; None: it is not recorded
-        self._received: dict[int, list[torch.Tensor]] | None = None
-        self._was_good = True
+        self._recorder: Recorder | None = None
 
     @property
     def compressor(self) -> LocalStepsCompressor[Any]:
@@ -161,7 +159,9 @@ class OuterSteps(ExchangeDriver):
     # ---- prepared, and committed when all machines have confirmed
     # ----------------------------------------------------------------------------------------------
 
-    def prepare(self, weight: float, *, exchanges: bool, records: bool = False) -> OuterExchange:
+    def prepare(
+        self, weight: float, *, exchanges: bool, recorder: Recorder | None = None
+    ) -> OuterExchange:
         """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
         caller begins it. `weight` is the weight of this replica's differences in the mean. If
         `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
@@ -171,29 +171,14 @@ class OuterSteps(ExchangeDriver):
         buffers = self._fragment(0) if exchanges else []
         for work in buffers:
             work.weight = weight
-        self._received = {} if records else None
+        self._recorder = recorder
         return self._new_exchange(buffers)
-
-    def record(self, replicas: int) -> Record | None:
-        """Return the outer step of `replicas` that was committed, if `prepare` recorded it."""
-        if self._received is None:
-            return None
-        received = [part for work in self._fragment(0) for part in self._received[id(work)]]
-        return Record(received, replicas, self._was_good)
 
     def replay(self, record: Record) -> None:
         """Take an outer step that others have taken from these weights."""
         self.held.settle()
         buffers = self._fragment(0)
-        received = {id(work): part for work, part in zip(buffers, record.received, strict=True)}
-
-        def start(work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
-            info = StepInfo(self.state.step, record.replicas, rank=0)
-            exchange = self.compressor.exchange(flat, work, self.state, info)
-            exchange = replayed(exchange, received[id(work)], record.replicas)
-            task = ExchangeTask(exchange, flat, self.compressor.name)
-            return RunningExchange(task, flat, lambda send: None)
-
+        start = Replay(self.compressor, self.state, buffers, record)
         exchange = OuterExchange(buffers, start, self.counters.clocks)
         exchange.begin()
         good = exchange.finite() & record.good
@@ -215,7 +200,8 @@ class OuterSteps(ExchangeDriver):
             broadcast_first(shared, model, self.counters, "the outer step")
             good = shared == 1
         self._commit(exchange, good)
-        self._was_good = self._received is None or bool(good)
+        if self._recorder is not None:
+            self._recorder.good = bool(good)
         self._count(good, buffers)
         for place, work in enumerate(buffers if model.size() > 1 else ()):
             flat = exchange.running[place].result if exchange.buffers else packed(work.layout)
@@ -236,8 +222,8 @@ class OuterSteps(ExchangeDriver):
         group = self.partner.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
         exchange = self.compressor.exchange(flat, work, self.state, info)
-        if self._received is not None:
-            exchange = recorded(exchange, self._received.setdefault(id(work), []))
+        if self._recorder is not None:
+            exchange = self._recorder.recorded(exchange)
         task = ExchangeTask(exchange, flat, self.compressor.name)
         return RunningExchange(task, flat, functools.partial(self._issue, group))
 

@@ -3,13 +3,18 @@ again, with the recorded mean in place of an exchange, and writes the same bits.
 """
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from commhooks.comm.collectives import Send
-from commhooks.compressors.base import Exchange, Verdict
+from commhooks.compressors.base import Compressor, Exchange, StepInfo, Verdict
+from commhooks.engine.backward_pass import RunningExchange
+from commhooks.engine.state import LearnedState
+from commhooks.engine.task import ExchangeTask
+from commhooks.local_steps.outer_step import OuterStepWorkspace
 
 
 @dataclass
@@ -34,6 +39,51 @@ class Record:
     @classmethod
     def read(cls, content: bytes) -> "Record":
         return cls(**torch.load(io.BytesIO(content), weights_only=True))
+
+
+class Recorder:
+    """Records an outer step. `good`: its verdict, which the commit sets."""
+
+    def __init__(self) -> None:
+        self.good = True
+        self._received: list[list[torch.Tensor]] = []
+
+    def recorded(self, exchange: Exchange) -> Exchange:
+        """Return the exchange of the next buffer, which keeps what it receives."""
+        received: list[torch.Tensor] = []
+        self._received.append(received)
+        return recorded(exchange, received)
+
+    def record(self, replicas: int) -> Record:
+        received = [part for parts in self._received for part in parts]
+        return Record(received, replicas, self.good)
+
+
+class Replay:
+    """Starts the exchange of each buffer of a recorded outer step, for `OuterExchange`."""
+
+    def __init__(
+        self,
+        compressor: Compressor[Any],
+        state: LearnedState,
+        buffers: Sequence[OuterStepWorkspace],
+        record: Record,
+    ) -> None:
+        self._compressor = compressor
+        self._state = state
+        self._record = record
+        self._received = {
+            id(work): part for work, part in zip(buffers, record.received, strict=True)
+        }
+
+    def __call__(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
+        replicas = self._record.replicas
+        info = StepInfo(self._state.step, replicas, rank=0)
+        exchange = self._compressor.exchange(flat, work, self._state, info)
+        exchange = replayed(exchange, self._received[id(work)], replicas)
+        return RunningExchange(
+            ExchangeTask(exchange, flat, self._compressor.name), flat, lambda send: None
+        )
 
 
 def recorded(exchange: Exchange, received: list[torch.Tensor]) -> Exchange:

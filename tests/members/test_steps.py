@@ -64,7 +64,6 @@ class Machine:
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)
         self.outer = mock.Mock(state=mock.MagicMock(step=5, nonfinite_steps=0))
         self.outer.commit_prepared.side_effect = self._commit
-        self.outer.record.return_value = None
         self.steps._outer, self.steps._common = self.outer, mock.Mock()
         self.steps._common.digest.return_value = 7
         self.steps.healing = mock.Mock(failed=0)

@@ -29,6 +29,7 @@ from commhooks.local_steps.flat_weights import copied, divided, layouts, packed,
 from commhooks.local_steps.offload import to_host
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
+from commhooks.local_steps.replay import Record, Recorder, Replay
 from commhooks.local_steps.schedule import Rules
 
 
@@ -56,6 +57,7 @@ class OuterSteps(ExchangeDriver):
         self._messages = PointToPoint()
         self._in_flight: OuterExchange | None = None
         self._measured: list[torch.Tensor] = []
+        self._recorder: Recorder | None = None
 
     @property
     def compressor(self) -> LocalStepsCompressor[Any]:
@@ -157,7 +159,9 @@ class OuterSteps(ExchangeDriver):
     # ---- prepared, and committed when all machines have confirmed
     # ----------------------------------------------------------------------------------------------
 
-    def prepare(self, weight: float, *, exchanges: bool) -> OuterExchange:
+    def prepare(
+        self, weight: float, *, exchanges: bool, recorder: Recorder | None = None
+    ) -> OuterExchange:
         """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
         caller begins it. `weight` is the weight of this replica's differences in the mean. If
         `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
@@ -167,7 +171,20 @@ class OuterSteps(ExchangeDriver):
         buffers = self._fragment(0) if exchanges else []
         for work in buffers:
             work.weight = weight
+        self._recorder = recorder
         return self._new_exchange(buffers)
+
+    def replay(self, record: Record) -> None:
+        """Take an outer step that others have taken from these weights."""
+        self.held.settle()
+        buffers = self._fragment(0)
+        start = Replay(self.compressor, self.state, buffers, record)
+        exchange = OuterExchange(buffers, start, self.counters.clocks)
+        exchange.begin()
+        good = exchange.finite() & record.good
+        self._commit(exchange, good)
+        self._count(good, buffers)
+        exchange.write_weights()
 
     def commit_prepared(self, exchange: OuterExchange) -> None:
         """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
@@ -183,6 +200,8 @@ class OuterSteps(ExchangeDriver):
             broadcast_first(shared, model, self.counters, "the outer step")
             good = shared == 1
         self._commit(exchange, good)
+        if self._recorder is not None:
+            self._recorder.good = bool(good)
         self._count(good, buffers)
         for place, work in enumerate(buffers if model.size() > 1 else ()):
             flat = exchange.running[place].result if exchange.buffers else packed(work.layout)
@@ -202,9 +221,10 @@ class OuterSteps(ExchangeDriver):
     def _start(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         group = self.partner.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
-        task = ExchangeTask(
-            self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name
-        )
+        exchange = self.compressor.exchange(flat, work, self.state, info)
+        if self._recorder is not None:
+            exchange = self._recorder.recorded(exchange)
+        task = ExchangeTask(exchange, flat, self.compressor.name)
         return RunningExchange(task, flat, functools.partial(self._issue, group))
 
     def _issue(self, group: Any, send: Send) -> Pending:

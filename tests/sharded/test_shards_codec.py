@@ -13,9 +13,12 @@ import commhooks
 from commhooks import Shards
 from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.sharded.codec import Codec
+from commhooks.sharded.gather import GatherWeights
 from commhooks.sharded.layout import RowLayout, UnitParameter, row_layout
 from commhooks.sharded.memory import Memory
+from commhooks.sharded.routes import Direct
 from commhooks.sharded.scatter import weighing
+from commhooks.sharded.traffic import Traffic
 from tests.sharded.shards_models import backward, sharded
 from tests.sharded.shards_oracle import coded, decoded, real_dtype
 
@@ -101,6 +104,30 @@ def test_a_buffer_is_used_again_and_not_while_it_is_lent() -> None:
 def test_an_op_that_is_no_sum_is_refused() -> None:
     with pytest.raises(commhooks.HookRunError, match="fully_shard reduces by .*MAX"):
         weighing(dist.ReduceOp.MAX, 2)
+
+
+def _gathered_from_elsewhere() -> bool:
+    """The interface does not promise that the input is a part of the output, as in torch 2.13."""
+    codec = _codec(_layout(torch.float32), native=False)
+    traffic, rank = Traffic(), dist.get_rank()
+    route = Direct(2, rank, traffic)
+    gather = GatherWeights("unit", 2, codec, route, Memory(torch.device("cpu")), traffic)
+    rows = [_hard_row(torch.float32, seed)[: codec.layout.numel] for seed in range(2)]
+    output = gather.allocate((2 * codec.layout.numel,), dtype=torch.float32, device=rows[0].device)
+    group = dist.group.WORLD
+    assert group is not None
+    gather(output, rows[rank].clone(), group)
+    expected = []
+    for row in rows:
+        message = torch.zeros(codec.message_bytes, dtype=torch.uint8)
+        codec.encode(row, message)
+        codec.decode(message, row)
+        expected.append(row)
+    return _same(output, torch.cat(expected))
+
+
+def test_the_input_of_a_gather_may_be_elsewhere(run_ranks: Any) -> None:
+    assert run_ranks(_gathered_from_elsewhere) == [True, True]
 
 
 # ---- nodes ---------------------------------------------------------------------------------------

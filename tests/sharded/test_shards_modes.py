@@ -57,25 +57,37 @@ def test_the_plan_predicts_what_is_sent(run_ranks: Any, reshard: Any, gathers: i
         assert of_norm["reason"] == "vector"
 
 
-def _in_modes() -> dict[str, bool]:
-    found = {}
-    plain = shards_of(_trained(SHARDS)[0])
+def _attached(**options: Any) -> tuple[Net, Any]:
+    model = sharded(**options)
+    return model, commhooks.attach(model, None, shards=SHARDS)
 
-    # explicit, asynchronous unshards before the forward pass
-    model = sharded()
-    hook = commhooks.attach(model, None, shards=SHARDS)
+
+def _in_modes() -> dict[str, bool]:
+    """Whether training in a mode gives the bits of plain training."""
+    plain = shards_of(_trained(SHARDS)[0])
+    return {
+        "asynchronous gathers": equal(_gathered_ahead(), plain),
+        "evaluation": equal(_evaluated(), plain),
+        "another group": equal(_in_two_groups(), plain),
+        "kernel of torch": equal(_by_torch(), plain),
+    }
+
+
+def _gathered_ahead() -> dict[str, torch.Tensor]:
+    model, _ = _attached()
     optimizer = _sgd(model)
+    model.set_modules_to_forward_prefetch([model.blocks[0]])  # type: ignore[operator]
     for step in range(4):
         optimizer.zero_grad()
         for block in model.blocks:
             block.unshard(async_op=True)  # type: ignore[operator]
         backward(model, step)
         optimizer.step()
-    found["asynchronous gathers"] = equal(shards_of(model), plain)
+    return shards_of(model)
 
-    # evaluations change nothing
-    model = sharded()
-    hook = commhooks.attach(model, None, shards=SHARDS)
+
+def _evaluated() -> dict[str, torch.Tensor]:
+    model, _ = _attached()
     optimizer = _sgd(model)
     for step in range(4):
         train(model, optimizer, range(step, step + 1))
@@ -83,39 +95,92 @@ def _in_modes() -> dict[str, bool]:
             model(torch.zeros(1, 2, dtype=torch.int64))
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(1, 2, dtype=torch.int64))
-    found["evaluation"] = equal(shards_of(model), plain)
+    return shards_of(model)
 
-    # what a forward pass uses is the same on all ranks, and not the optimizer's shard
-    model.blocks[0].unshard()  # type: ignore[operator]
-    weight = model.blocks[0].up.weight.detach().clone()
-    everywhere = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, weight)
-    model.blocks[0].reshard()  # type: ignore[operator]
-    exact = model.blocks[0].up.weight.full_tensor().detach()  # type: ignore[operator]
-    found["same weights"] = all(torch.equal(each, weight) for each in everywhere)
-    found["rounded weights"] = 0 < (weight - exact).abs().max() < 0.01 * exact.abs().max()
 
+def _in_two_groups() -> dict[str, torch.Tensor]:
+    model, _ = _attached()
+    if hasattr(model, "set_separate_reduce_scatter_group"):
+        model.set_separate_reduce_scatter_group(True)
+    train(model, _sgd(model), range(4))
+    return shards_of(model)
+
+
+def _by_torch() -> dict[str, torch.Tensor]:
     with computing_with("torch"):
         model, hook = _trained(SHARDS)
-    found["kernel of torch"] = equal(shards_of(model), plain) and hook.stats()["kernel"] == "torch"
+    assert hook.stats()["kernel"] == "torch"
+    return shards_of(model)
 
-    # FSDP2's own collectives are back after detach and after close
-    own = shards_of(_trained(None)[0])
+
+def _rounded() -> dict[str, bool]:
+    """What a forward pass uses is the same on all ranks, and not the optimizer's shard."""
+    block = _trained(SHARDS)[0].blocks[0]
+    block.unshard()  # type: ignore[operator]
+    weight = block.up.weight.detach().clone()
+    block.reshard()  # type: ignore[operator]
+    everywhere = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, weight)
+    exact = block.up.weight.full_tensor().detach()  # type: ignore[operator]
+    return {
+        "same": all(torch.equal(other, weight) for other in everywhere),
+        "rounded": bool(0 < (weight - exact).abs().max() < 0.01 * exact.abs().max()),
+    }
+
+
+def _ended() -> dict[str, bool]:
+    """FSDP2's own collectives are back after `detach` and `close`."""
+    bits = shards_of(_trained(None)[0])
+    found = {"no shards": not equal(bits, shards_of(_trained(SHARDS)[0]))}
     for end in ("detach", "close"):
-        model = sharded()
-        getattr(commhooks.attach(model, None, shards=SHARDS), end)()
+        model, hook = _attached()
+        getattr(hook, end)()
         train(model, _sgd(model), range(4))
-        found[end] = equal(shards_of(model), own)
-    found["no shards"] = not equal(own, plain)
+        found[end] = equal(shards_of(model), bits)
     hook = commhooks.attach(model, None, shards="bf16")  # again, on the same model
     train(model, _sgd(model), range(1))
     found["attached again"] = hook.stats()["shards"]["gathers"] == 5
     return found
 
 
-def test_modes_of_fully_shard(run_ranks: Any) -> None:
-    for found in run_ranks(_in_modes):
+@pytest.mark.parametrize("look", [_in_modes, _rounded, _ended])
+def test_modes_of_fully_shard(run_ranks: Any, look: Any) -> None:
+    for found in run_ranks(look):
         assert all(found.values()), found
+
+
+class _Twice(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+def _only_of_fsdp() -> dict[str, Any]:
+    """What a hook between replicas refuses: units that are called twice, and optimizers that step
+    in the backward pass.
+    """
+    model, hook = _attached()
+    model.forward = _Twice.forward.__get__(model)  # type: ignore[method-assign]
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    losses = [float(backward(model, 0)) for _ in range(6)]
+    return {"losses": losses, "stats": hook.stats()}
+
+
+def test_a_model_without_replicas_may_do_what_fsdp2_does(run_ranks: Any) -> None:
+    for found in run_ranks(_only_of_fsdp):
+        assert found["losses"][-1] < 0.9 * found["losses"][0]
+        assert (
+            found["stats"]["backward_passes"] == 6 and found["stats"]["shards"]["gathers"] == 6 * 9
+        )
 
 
 class _Checkpointed(Net):

@@ -38,7 +38,7 @@ SETTLES = {"self.held.settle", "before"}
 """Waits in `local_steps/fragments.py` and `exchange.py`; elsewhere they bring the counters up to
 date.
 """
-TESTS = "tests/engine/test_simulated_accelerator.py"
+TESTS = "tests/engine/test_simulated_accelerator.py tests/sharded/test_shards_streams.py"
 FIRST = {
     "comm/collectives.py": "reads",
     "comm/counters.py": "allreduce",
@@ -53,6 +53,7 @@ FIRST = {
     "local_steps/fragments.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",
+    "sharded/memory.py": "streams",
 }
 """Tests that are tried first, because they probably find the mutants of a module. Then come all
 others.

@@ -90,8 +90,7 @@ class StateServer:
             def do_GET(self) -> None:
                 server._check_and_answer(self)
 
-            def log_message(self, *_: Any) -> None:
-                pass
+            def log_message(self, *_: Any) -> None: ...
 
         class Server(http.server.ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -103,8 +102,7 @@ class StateServer:
                 return connection, address
 
             def handle_error(self, *_: Any) -> None:
-                # a machine that gives up closes the connection
-                if not isinstance(sys.exc_info()[1], OSError):
+                if not isinstance(sys.exc_info()[1], OSError):  # a machine has given up
                     super().handle_error(*_)
 
             def service_actions(self) -> None:  # called at every poll

@@ -55,6 +55,9 @@ class Healing:
         readers = [machine for machine in decision.heals if not (kept and machine.reads == own_id)]
         if not readers or server is None:
             return
+        # A machine that reads needs the present copy, and others can catch up from it, too.
+        if kept and server.serve_also(decision.step, [machine.id for machine in readers]):
+            return
         state = self._outer.state
         more = {
             "anchor": dict(state[ANCHOR.key]),

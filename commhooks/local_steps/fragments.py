@@ -14,7 +14,6 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, broadcast_first, good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import StepInfo
-from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
@@ -25,12 +24,13 @@ from commhooks.gradients import precision
 from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
+from commhooks.local_steps.flat_weights import copied, packed, write_back
 from commhooks.local_steps.offload import to_host
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
 from commhooks.local_steps.replay import Record, Recorder, Replay
 from commhooks.local_steps.schedule import Rules
+from commhooks.local_steps.workspaces import Workspaces
 
 
 class OuterSteps(ExchangeDriver):
@@ -52,8 +52,7 @@ class OuterSteps(ExchangeDriver):
     ) -> None:
         super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
         self.partner = partner
-        self._fragments = divided(sizes, compressor.config.fragments)
-        self._buffers: dict[int, list[OuterStepWorkspace]] = {}
+        self._workspaces = Workspaces(binding.names, sizes, compressor.config.fragments)
         self._messages = PointToPoint()
         self._in_flight: OuterExchange | None = None
         self._measured: list[torch.Tensor] = []
@@ -78,10 +77,8 @@ class OuterSteps(ExchangeDriver):
 
     def exchange(self, number: int | None) -> None:
         """Run the outer step of a fragment (None: of all weights), while the training waits."""
-        if number is not None or len(self._fragments) == 1:
-            buffers = self._fragment(number or 0)
-        else:
-            buffers = self._made(self.consensus.binding.names.named_parameters())
+        workspaces = self._workspaces
+        buffers = workspaces.of_all(self.compressor) if number is None else self._fragment(number)
         if not buffers:
             return
         device = buffers[0].layout.device
@@ -152,7 +149,7 @@ class OuterSteps(ExchangeDriver):
         group's timeout, otherwise for a few seconds.
         """
         exchange, self._in_flight = self._in_flight, None
-        self._buffers.clear()
+        self._workspaces.clear()
         if exchange is not None:
             exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
@@ -259,23 +256,7 @@ class OuterSteps(ExchangeDriver):
         return good if shards is None else good_on_all(good, shards, "all shards")
 
     def _fragment(self, number: int) -> list[OuterStepWorkspace]:
-        if number not in self._buffers:
-            known = self.consensus.binding.names.named_parameters()
-            self._buffers[number] = self._made(
-                {name: known[name] for name in self._fragments[number]}
-            )
-        return self._buffers[number]
-
-    def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[OuterStepWorkspace]:
-        compressor, names = self.compressor, self.consensus.binding.names
-        made = []
-        for layout in layouts(parameters):
-            infos = [
-                ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False)
-                for slot in layout.slots
-            ]
-            made.append(compressor.workspace(layout, compressor.plan(infos)))
-        return made
+        return self._workspaces.of_fragment(number, self.compressor)
 
     # ---- anchor and momentum
     # -----------------------------------------------------------------------------------------

@@ -51,9 +51,12 @@ class Healing:
         goes on.
         """
         server, history, own_id = self._machine.server, self._machine.history, self._machine.id
-        known = history.is_kept
-        readers = [machine for machine in decision.heals if not (known and machine.reads == own_id)]
+        kept = history.is_kept
+        readers = [machine for machine in decision.heals if not (kept and machine.reads == own_id)]
         if not readers or server is None:
+            return
+        # A machine that reads needs the present copy, and others can catch up from it, too.
+        if kept and server.serve_also(decision.step, [machine.id for machine in readers]):
             return
         state = self._outer.state
         more = {

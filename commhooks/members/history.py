@@ -50,6 +50,11 @@ class History:
         else:
             self._steps = {}
 
+    def end(self) -> None:
+        """The outer steps so far do not lead to the state of this machine."""
+        self._bytes_left = 0
+        self._steps = {}
+
     def step(self, round: int) -> bytes | None:
         """Return the outer step of a round; b"" if the round is running; None if it is not kept."""
         if self.is_kept and round == self.round:

@@ -29,11 +29,12 @@ _POLL_S = 0.1
 
 @dataclass
 class _Served:
-    """A copy of the state after outer step `step`. `readers`: the ids of machines that have not
+    """A copy of the state after an outer step. `steps`: for which it is served: this one, and later
+    ones whose readers take the outer steps in between. `readers`: the ids of machines that have not
     read it yet.
     """
 
-    step: int
+    steps: set[str]
     form: bytes
     tensors: list[torch.Tensor]
     readers: set[str]
@@ -90,8 +91,7 @@ class StateServer:
             def do_GET(self) -> None:
                 server._check_and_answer(self)
 
-            def log_message(self, *_: Any) -> None:
-                pass
+            def log_message(self, *_: Any) -> None: ...
 
         class Server(http.server.ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -103,8 +103,7 @@ class StateServer:
                 return connection, address
 
             def handle_error(self, *_: Any) -> None:
-                # a machine that gives up closes the connection
-                if not isinstance(sys.exc_info()[1], OSError):
+                if not isinstance(sys.exc_info()[1], OSError):  # a machine has given up
                     super().handle_error(*_)
 
             def service_actions(self) -> None:  # called at every poll
@@ -125,7 +124,19 @@ class StateServer:
         self._free()
         copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
         with self._lock:
-            self._served = _Served(step, form, copies, set(readers))
+            self._served = _Served({str(step)}, form, copies, set(readers))
+
+    def serve_also(self, step: int, readers: Collection[str]) -> bool:
+        """Serve the present copy, of an earlier step, for the state of `step`, too. Return whether
+        there is one.
+        """
+        with self._lock:
+            if self._served is None:
+                return False
+            self._served.steps.add(str(step))
+            self._served.readers |= set(readers)
+            self._served.used_at = time.monotonic()
+            return True
 
     @property
     def serving(self) -> bool:
@@ -185,7 +196,7 @@ class StateServer:
 
     def _answer_state(self, reply: "_Reply", step: str, part: str) -> None:
         served = self._served
-        if served is None or step != str(served.step):
+        if served is None or step not in served.steps:
             reply.request.send_error(404)
         elif part.startswith("done/"):
             served.readers.discard(urllib.parse.unquote(part.removeprefix("done/")))

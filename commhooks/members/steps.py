@@ -203,6 +203,7 @@ class MachinePartner:
         outer steps that are missing, for which they wait.
         """
         assert decision.source is not None
+        self._machine.history.end()
         reads_on = self.healing.reads == decision.source.id
         if self._machine.lighthouse is not None and not reads_on:
             self._machine.lighthouse.step_aside()

@@ -228,6 +228,12 @@ class HookRequest:
             unused[name] = common.pop(name, None)
         ignored = tuple(name for name, value in unused.items() if value is not None)
         name = OFF if common["shards"] is None else "shards"
+        if ignored and common["shards"] is not None:
+            raise HookConfigError(
+                f"{' and '.join(ignored)} with shards and hook=None: they are for a hook that"
+                " averages gradients, such as 'allreduce'; the options of shards go into"
+                " commhooks.Shards(...)"
+            )
         return cls(name, ignored=ignored, **common)
 
     @classmethod

@@ -217,6 +217,8 @@ def _log_attached(request: HookRequest, hook: Hook, source: GradientSource) -> N
             logger.warning("%s", warning)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
+        if request.shards is not None:
+            warn_if_unmatched(request.shards.exclude, source.module)
 
 
 def _shards_of(request: HookRequest, hook: Hook, source: GradientSource) -> Any:

@@ -178,7 +178,7 @@ class CommHook:
 
         - `shards`: what FSDP2's own collectives have sent, if they are compressed: "gathers",
           "scatters", "bytes_sent", "bytes_sent_last_step", "bytes_inside_nodes",
-          "bytes_uncompressed", "kernel".
+          "bytes_uncompressed", "memory_bytes" (of buffers for messages), "kernel".
         - `so_far`: the counters that a checkpoint holds, including earlier runs.
         - `kernel`: "native" for a native kernel, "torch" otherwise.
         - `chosen`, `chosen_at`: for "auto", the chosen hook, and the step at which it was chosen.

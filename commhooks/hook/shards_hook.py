@@ -112,13 +112,15 @@ class ShardsHook:
         return Summary(alone=None)  # `CommHook` logs the line of the shards
 
     def warnings(self) -> list[str]:
-        if self.plan().compressed:
-            return []
-        label = self.shards.attached.options.label
-        return [
-            f"{NAME} ({label}) compresses no parameter of this model: print(hook.plan()) gives the"
-            " reasons."
-        ]
+        attached = self.shards.attached
+        if not self.plan().compressed:
+            return [
+                f"{NAME} ({attached.options.label}) compresses no parameter of this model:"
+                " print(hook.plan()) gives the reasons."
+            ]
+        return [f"{NAME} computes with the kernel 'torch'. {attached.slower}"] * bool(
+            attached.slower
+        )
 
     def plan(self) -> ModelPlan:
         return self.shards.plan()

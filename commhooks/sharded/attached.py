@@ -7,7 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.comm.collectives import agreement_key, gather_rows, gather_texts
+from commhooks.comm.collectives import (
+    agreement_key,
+    gather_rows,
+    gather_texts,
+    on_all_shards,
+)
 from commhooks.comm.nodes import find_nodes
 from commhooks.compressors.native import library
 from commhooks.compressors.quantized.kernels import results_of
@@ -45,8 +50,8 @@ class AttachedShards:
         slower: why the native kernel is not used, and the remedy; "" if it is, or does not apply.
 
     Raises:
-        AttachError: a unit's collectives cannot be replaced; nothing was replaced. On all ranks:
-            the ranks have different units, or nodes of different sizes.
+        AttachError: on all ranks, and nothing was replaced: a unit's collectives cannot be
+            replaced on some rank, the ranks have different units, or nodes of different sizes.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class AttachedShards:
         self.traffic = Traffic()
         self.passes = Passes()
         self.passes.ends.append(self.traffic.end_step)
-        units = units_of(model)
+        units, _ = on_all_shards(lambda: units_of(model), [], group, device, AttachError)
         _compare(units, group, device)
         code = BlockCode(8, options.block_size)
         self.rows = [_rows_of(unit, options, code) for unit in units]
@@ -122,6 +127,7 @@ class AttachedShards:
             "bytes_sent_last_step": counters.last_pass.bytes_sent,
             "bytes_inside_nodes": counters.bytes_inside_nodes,
             "bytes_uncompressed": counters.bytes_uncompressed,
+            "memory_bytes": sum(memory.allocated for memory in self._memory.values()),
         }
 
     def detach(self) -> None:

@@ -47,6 +47,7 @@ def test_the_plan_predicts_what_is_sent(run_ranks: Any, reshard: Any, gathers: i
     padded to 8 bytes.
     """
     for stats, plan, counted in run_ranks(_counted, reshard):
+        assert stats["shards"]["memory_bytes"] == plan["memory_bytes"]["total"] > 0
         assert counted == gathers and stats["shards"]["scatters"] == 6
         assert plan["bytes_before"] == stats["bytes_uncompressed"] / 2
         sent = stats["bytes_sent_last_pass"]

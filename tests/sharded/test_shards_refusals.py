@@ -21,6 +21,15 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "more", [{"check_every": 5}, {"ranks_per_node": 2}, {"members": "torchft"}, {"wrapper": "bf16"}]
+)
+def test_arguments_of_hooks_are_refused_without_one(more: dict[str, Any]) -> None:
+    (name,) = more
+    with pytest.raises(HookConfigError, match=f"{name} with shards and hook=None"):
+        commhooks.attach(nn.Linear(2, 2), None, shards="int8", **more)
+
+
 @pytest.mark.parametrize(("given", "sentence"), WRONG)
 def test_a_wrong_argument_is_told(given: Any, sentence: str) -> None:
     with pytest.raises(HookConfigError, match=re.escape(sentence)):
@@ -69,10 +78,18 @@ def _refused() -> dict[str, str]:
     if dist.get_rank() == 1:
         model.head.weight.requires_grad_(False)
     found["other units"] = _raised(model)
-    found["uneven nodes"] = ""
-    if dist.get_world_size() == 3:
-        found["uneven nodes"] = _raised(sharded(), shards=Shards(ranks_per_node=2))
+    model = sharded()
+    if dist.get_rank() == 1:
+        model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+    found["on one rank"] = _raised(model)
+    found["no glob"] = _warned()
     return found
+
+
+def _warned() -> str:
+    with logged() as lines:
+        commhooks.attach(sharded(), None, shards=Shards(exclude=["hed*"]))
+    return "; ".join(lines)
 
 
 def test_refusals_name_the_remedy(run_ranks: Any) -> None:
@@ -83,11 +100,14 @@ def test_refusals_name_the_remedy(run_ranks: Any) -> None:
         "twice": "an earlier hook with shards (call its detach())",
         "native HSDP": "mesh of two dimensions",
         "other units": "ranks 1 of the sharding group have other units than rank 0",
-        "uneven nodes": "",
     }
-    for found in run_ranks(_refused):
+    first, second = run_ranks(_refused)
+    for found in (first, second):
         for name, sentence in sentences.items():
             assert sentence in found[name], (name, found[name])
+    assert "ranks [1] of the sharding group" in first["on one rank"]
+    assert "ProcessGroupAlloc" in second["on one rank"]
+    assert "'hed*'" in first["no glob"] and not second["no glob"]
 
 
 def test_uneven_nodes_are_refused_on_all_ranks(run_ranks: Any) -> None:

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 
 from tests.sharded.shards_cases import Case, compared, random_case
+from tests.support.features import custom_collectives
+
+pytestmark = custom_collectives
 
 UNITS = (
     ((24, 20), (24,)),

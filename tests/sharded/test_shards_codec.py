@@ -21,6 +21,9 @@ from commhooks.sharded.scatter import weighing
 from commhooks.sharded.traffic import Traffic
 from tests.sharded.shards_models import backward, sharded
 from tests.sharded.shards_oracle import coded, decoded, real_dtype
+from tests.support.features import custom_collectives
+
+pytestmark = custom_collectives
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BLOCK = 32

@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from tests.sharded.shards_models import Net, backward, equal, sharded, shards_of, train
+from tests.support.features import custom_collectives
 from tests.support.kernels import computing_with
+
+pytestmark = custom_collectives
 
 SHARDS = commhooks.Shards(block_size=32)
 

@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks import AttachError, HookConfigError, Shards
 from tests.sharded.shards_models import Net, backward, logged, sharded
+from tests.support.features import custom_collectives
+
+pytestmark = custom_collectives
 
 WRONG: list[tuple[Any, str]] = [
     ("int4", "shards='int4'; expected 'int8', 'bf16', commhooks.Shards(...), or None"),

@@ -11,10 +11,10 @@ import commhooks
 from tests.engine.test_simulated_accelerator import _wrong
 from tests.support import sharded
 from tests.support.ddp_steps import descend
-from tests.support.features import fully_shard_on_gloo
+from tests.support.features import custom_collectives, fully_shard_on_gloo
 from tests.support.simulated_accelerator import DEVICE, Accelerator
 
-pytestmark = [fully_shard_on_gloo, pytest.mark.timeout(120)]
+pytestmark = [fully_shard_on_gloo, custom_collectives, pytest.mark.timeout(120)]
 
 
 def _trained(ranks_per_node: int | None, prefetch: bool) -> list[str]:

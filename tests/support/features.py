@@ -49,6 +49,12 @@ reduce_scatter_unused_params = _needs(
     hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
 )
 
+custom_collectives = _needs(
+    "FSDPModule.set_custom_all_gather and set_custom_reduce_scatter",
+    hasattr(FSDPModule, "set_custom_all_gather")
+    and hasattr(FSDPModule, "set_custom_reduce_scatter"),
+)
+
 replicate_with_fsdp = _needs(
     "torch.distributed._composable.replicate_with_fsdp",
     importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp") is not None,

@@ -12,10 +12,10 @@ from accelerate_commhooks import CommHookKwargs
 from accelerate_commhooks.yaml_settings import VARIABLE
 from commhooks import HookConfigError, Shards
 from tests.support.accelerators import launched
-from tests.support.features import fully_shard_on_gloo
+from tests.support.features import custom_collectives, fully_shard_on_gloo
 from tests.with_accelerate.test_accelerate_replicas import Run
 
-pytestmark = fully_shard_on_gloo
+pytestmark = [fully_shard_on_gloo, custom_collectives]
 
 
 @launched

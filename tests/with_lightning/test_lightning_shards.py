@@ -8,11 +8,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from commhooks import Shards
 from lightning_commhooks import CommHookFSDP2
-from tests.support.features import fully_shard_on_gloo
+from tests.support.features import custom_collectives, fully_shard_on_gloo
 from tests.support.lightning_support import assert_equal, data, trainer
 from tests.with_lightning.test_lightning_fsdp2 import Sharded, whole
 
-pytestmark = fully_shard_on_gloo
+pytestmark = [fully_shard_on_gloo, custom_collectives]
 
 
 def _fit(root: str, epochs: int, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.features import fully_shard_on_gloo, trainer_resumes_on_cpu
+from tests.support.features import custom_collectives, fully_shard_on_gloo, trainer_resumes_on_cpu
 
 pytest.importorskip("transformers", reason="transformers needs Python 3.11 or newer")
 
@@ -97,7 +97,7 @@ def _with_shards(folder: str) -> dict[str, Any]:
     return trainer.comm_hook.stats()["shards"]
 
 
-@trainer_resumes_on_cpu
+@custom_collectives
 def test_a_trainer_compresses_the_collectives_of_fsdp2(run_ranks: Any, tmp_path: Path) -> None:
     for stats in run_ranks(_with_shards, str(tmp_path), world_size=2):
         assert 0 < stats["bytes_sent"] < 0.5 * stats["bytes_uncompressed"]

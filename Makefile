@@ -76,6 +76,7 @@ chaos: $(READY)
 bench: $(READY)
 	@$(CLEAN) benchmarks/codec.py --ranks 1 4 --rounds 7
 	@$(CLEAN) benchmarks/memory.py --ranks 4
+	@$(CLEAN) benchmarks/launches.py
 	@$(CLEAN) benchmarks/size.py
 	@$(CLEAN) benchmarks/local_steps.py --ranks 2 --steps 300 --results /dev/null --settings 'task=digits every=5 inner=sqrt wire=int4'
 

@@ -31,6 +31,7 @@ class HookArguments(DistributedDataParallelKwargs):
     check_every: int | None = field(default=None, kw_only=True)
     ranks_per_node: int | str | None = field(default=None, kw_only=True)
     members: Any = field(default=None, kw_only=True)
+    shards: Any = field(default=None, kw_only=True)
 
     @print_error_on_rank_zero()
     def __new__(cls: type[AnyArguments], *args: Any, **kwargs: Any) -> AnyArguments:
@@ -54,7 +55,8 @@ class HookArguments(DistributedDataParallelKwargs):
         """DDP arguments of transformers' Trainer; used for arguments that the user has not given.
         """
         self._settings: Settings | None = None
-        asks = self.hook is not None or "hook" in self.given or stock_hooks.given_in(self)
+        said = self.hook is not None or self.shards is not None or "hook" in self.given
+        asks = said or stock_hooks.given_in(self)
         settings = None if asks else Settings.from_environment()
         if settings is not None:
             settings.check()
@@ -101,7 +103,8 @@ class HookArguments(DistributedDataParallelKwargs):
                 f"write CommHookKwargs(hook={self.dim!r})"
             )
         stock = stock_hooks.translated(self)
-        if not stock and self.hook is None and "hook" not in self.given:
+        said = self.hook is not None or self.shards is not None or "hook" in self.given
+        if not stock and not said:
             raise HookConfigError(
                 "CommHookKwargs needs hook=, such as 'powerSGD', or settings from"
                 f" `accelerate-commhooks launch` or a YAML file named in {VARIABLE}. hook=None is"

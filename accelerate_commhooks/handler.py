@@ -48,6 +48,7 @@ class CommHookKwargs(HookArguments):
             "mean", over the replicas, and "per_rank" is an error.
         hook_options, hook_state, wrapper, strict, total_steps, check_every, ranks_per_node,
             members: as in `commhooks.attach`.
+        shards: as in `commhooks.attach`, for FSDP2. Without `hook` it needs no `ParallelismConfig`.
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown hook or option, a value of the
@@ -132,7 +133,7 @@ class CommHookKwargs(HookArguments):
             )
         kind = accelerator.distributed_type
         if not (kind is DistributedType.FSDP and self.off):
-            check_takes_hook(accelerator)
+            check_takes_hook(accelerator, shards_alone=self.request.shards_alone)
         accelerator.ddp_handler = self
         self._attached_to.add(accelerator)
         ensure_hook_saver(accelerator)

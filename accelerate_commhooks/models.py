@@ -51,7 +51,7 @@ class HookedModels:
         if accelerator is not None and kind is DistributedType.FSDP:
             _check_residuals_of_shards(request)
             self._detach_earlier(model)
-            more["replicate_group"] = replicas_of(accelerator)
+            more["replicate_group"] = replicas_of(accelerator, request)
         elif accelerator is not None and kind is DistributedType.NO:
             self._detach_earlier(model)
             model = unwrapped(model)

@@ -20,6 +20,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.scheduler import AcceleratedScheduler
 
 from commhooks import CommHook, HookConfigError
+from commhooks.hook.plugin_api import HookRequest
 
 _WITH_REPLICAS = (
     "ParallelismConfig(dp_replicate_size=MACHINES, dp_shard_size=GPUS_OF_EACH), or in Accelerate's"
@@ -34,6 +35,9 @@ class Handler(Protocol):
 
     @property
     def off(self) -> bool: ...
+
+    @property
+    def request(self) -> HookRequest: ...
 
     @property
     def attached(self) -> CommHook | None: ...
@@ -60,7 +64,8 @@ def override_prepare(accelerator: Accelerator, handler: Handler) -> None:
         trained = any(
             parameter.requires_grad for model in models for parameter in model.parameters()
         )
-        with _one_replica(accelerator) if trained and shards else contextlib.nullcontext():
+        alone = handler.request.shards_alone
+        with _one_replica(accelerator, alone) if trained and shards else contextlib.nullcontext():
             result = method(accelerator, *args, **kwargs)
         prepared = result if isinstance(result, (tuple, list)) else [result]
         if trained and (shards or accelerator.distributed_type is DistributedType.NO):
@@ -78,9 +83,12 @@ def override_prepare(accelerator: Accelerator, handler: Handler) -> None:
 
 
 @contextlib.contextmanager
-def _one_replica(accelerator: Accelerator) -> Iterator[None]:
-    check_takes_hook(accelerator)
+def _one_replica(accelerator: Accelerator, shards_alone: bool) -> Iterator[None]:
+    check_takes_hook(accelerator, shards_alone=shards_alone)
     config = accelerator.parallelism_config
+    if config is None:
+        yield
+        return
     narrowed = copy.copy(config)
     narrowed.dp_replicate_size = 1
     accelerator.state.parallelism_config = narrowed
@@ -90,14 +98,19 @@ def _one_replica(accelerator: Accelerator) -> Iterator[None]:
         accelerator.state.parallelism_config = config
 
 
-def replicas_of(accelerator: Accelerator) -> dist.ProcessGroup:
-    if accelerator.parallelism_config.dp_replicate_enabled:
+def replicas_of(accelerator: Accelerator, request: HookRequest) -> dist.ProcessGroup | None:
+    config = accelerator.parallelism_config
+    if config is not None and config.dp_replicate_enabled:
         return accelerator.torch_device_mesh["dp_replicate"].get_group()
+    if request.shards_alone:
+        return None
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # one replica
 
 
-def check_takes_hook(accelerator: Accelerator) -> None:
+def check_takes_hook(accelerator: Accelerator, *, shards_alone: bool = False) -> None:
     """Raise HookConfigError if Accelerate neither wraps models in DDP nor shards replicas of them.
+
+    `shards_alone`: whether only FSDP2's own collectives are compressed.
 
     `ParallelismConfig` may specify a single sharded replica: a run that has lost the other replicas
     goes on, as with DDP and one rank.
@@ -125,10 +138,11 @@ def check_takes_hook(accelerator: Accelerator) -> None:
             "FSDP1 (fsdp_version=1) takes no hook of commhooks: its own hooks are not called with"
             f" hybrid sharding. Use fsdp_version=2, with {_WITH_REPLICAS}"
         )
-    if config is None:
+    if config is None and not shards_alone:
         raise HookConfigError(
             f"FSDP2 shards one replica of the model over all {accelerator.num_processes} ranks and"
             " averages the gradients itself, so a communication hook has nothing to average. To"
-            f" compress between machines, use one replica per machine: {_WITH_REPLICAS}. To train"
-            " without a hook, use hook=None"
+            f" compress between machines, use one replica per machine: {_WITH_REPLICAS}. To"
+            " compress FSDP2's own collectives, use shards='int8' and hook=None. To train without a"
+            " hook, use hook=None"
         )

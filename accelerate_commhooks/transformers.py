@@ -66,7 +66,7 @@ class CommHookTrainerMixin(_Base):
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction;
         default: the number
             of steps that the Trainer computes for each `train()`.
-        hook_options, wrapper, strict, check_every, ranks_per_node, members: as in
+        hook_options, wrapper, strict, check_every, ranks_per_node, members, shards: as in
             `commhooks.attach`. A machine that joins (`members`) also takes the Trainer's global
             step and learning rate scheduler from another machine. A machine whose training ends
             before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
@@ -91,6 +91,7 @@ class CommHookTrainerMixin(_Base):
         check_every: int | None = None,
         ranks_per_node: int | str | None = None,
         members: Any = None,
+        shards: Any = None,
         **kwargs: Any,
     ) -> None:
         settings = {name: value for name, value in arguments_in(locals()).items() if name != "hook"}

@@ -259,9 +259,9 @@ def _typed(source: str, values: Any) -> dict[str, Any]:
         if name not in TYPES:
             names = TYPES if "hook" in values else [*TYPES, SECTION]
             raise no_such(source, "setting", str(name), names)
-    if "hook" not in values:
+    if "hook" not in values and values.get("shards") is None:
         raise HookConfigError(f"{source}: hook is missing; expected its name, e.g. 'powerSGD'")
-    if means_no_hook(values["hook"]):
+    if means_no_hook(values.get("hook")):
         values = values | {"hook": OFF}
     return {
         name: converted(f"{source}: {name}", value, TYPES[name]) for name, value in values.items()

@@ -163,6 +163,11 @@ FIGURES = {
             " --steps 880"
         ),
     ),
+    "launches": Figure(
+        "benchmarks/launches.py --json FOLDER/launches.json",
+        1,
+        ("docs/performance.md#operators-on-an-accelerator",),
+    ),
     "chaos": Figure(
         "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#processes-that-die",)
     ),

@@ -7,3 +7,4 @@ from commhooks.compressors.quantized.options import *
 from commhooks.ddp_comm_hooks.names import *
 from commhooks.local_steps.options import *
 from commhooks.members.options import *
+from commhooks.sharded.options import *

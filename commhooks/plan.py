@@ -59,6 +59,10 @@ class ModelPlan:
     """
     saved_residuals: int = 0
     """Bytes of residuals in a checkpoint, summed over all ranks; 0 before the hook is attached."""
+    buckets_are: str = "Buckets, as in the latest backward pass"
+    """What `bucket_names` are, in the table."""
+    shards: "ModelPlan | None" = None
+    """What FSDP2's own collectives send, if they are compressed (`shards`)."""
     sends: bool | None = True
     """False for a hook that sends nothing; None for a user's hook, whose traffic is unknown."""
 
@@ -144,6 +148,7 @@ class ModelPlan:
                 dataclasses.asdict(bucket) | {"parameters": list(bucket.parameters)}
                 for bucket in self.buckets
             ],
+            "shards": None if self.shards is None else self.shards.as_dict(),
         }
 
     @property
@@ -186,7 +191,8 @@ class ModelPlan:
         )
 
     def __str__(self) -> str:
-        return self.summary() if self._unknown else self.table() + self.summary()
+        text = self.summary() if self._unknown else self.table() + self.summary()
+        return text if self.shards is None else f"{text}\n{self.shards}"
 
     def table(self) -> str:
         tables = [_parameter_table(self), *([_bucket_table(self)] if self.bucket_names else [])]
@@ -380,7 +386,7 @@ def _parameter_table(plan: ModelPlan) -> Any:
 
 
 def _bucket_table(plan: ModelPlan) -> Any:
-    table = new_table("Buckets, as in the latest backward pass")
+    table = new_table(plan.buckets_are)
     table.add_column("bucket", justify="right", no_wrap=True)
     table.add_column("parameters", overflow="fold")
     table.add_column(plan.unit.name, justify="right", no_wrap=True)

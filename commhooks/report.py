@@ -54,12 +54,12 @@ class Status:
 class Summary:
     """Holds the parts of the line that rank 0 logs after the first backward pass. `details`: the
     main options, the kernel, the nodes. `alone`: appended if a single rank sends nothing: what the
-    hook does nevertheless.
+    hook does nevertheless. None: that is no news.
     """
 
     details: Sequence[str] = ()
     effect: str = ""
-    alone: str = ""
+    alone: str | None = ""
     warnings: Sequence[str] = ()
 
 

@@ -42,6 +42,7 @@ from commhooks.registry import (
 
 if TYPE_CHECKING:
     from commhooks.members.options import Torchft
+    from commhooks.sharded.options import Shards
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,6 +84,7 @@ ARGUMENTS = {
         int | str | None, expected="'auto', a number of ranks, 1 or more, or None"
     ),
     "members": Argument(str | None, choices=(None, "torchft")),
+    "shards": Argument(str | None, choices=(None, "int8", "bf16")),
 }
 
 
@@ -167,6 +169,7 @@ class HookRequest:
     check_every: int | None = None
     ranks_per_node: RanksPerNode = None
     members: "Torchft | None" = None
+    shards: "Shards | None" = None
     distributed: bool = False
     """Whether `state_dict()` returns the form for `torch.distributed.checkpoint`. Sharded models
     always have this form.
@@ -224,7 +227,8 @@ class HookRequest:
         for name in ("wrapper", "check_every", "ranks_per_node", "members"):
             unused[name] = common.pop(name, None)
         ignored = tuple(name for name, value in unused.items() if value is not None)
-        return cls(OFF, ignored=ignored, **common)
+        name = OFF if common["shards"] is None else "shards"
+        return cls(name, ignored=ignored, **common)
 
     @classmethod
     def _of_callable(
@@ -297,6 +301,16 @@ class HookRequest:
 
     @property
     def off(self) -> bool:
+        """Whether nothing is attached."""
+        return self._has_no_hook and self.shards is None
+
+    @property
+    def shards_alone(self) -> bool:
+        """Whether FSDP2's own collectives are compressed, and there is no hook."""
+        return self._has_no_hook and self.shards is not None
+
+    @property
+    def _has_no_hook(self) -> bool:
         return self.config is None and self.factory is None and self.function is None
 
     def as_plain_average(self) -> "HookRequest":
@@ -347,7 +361,12 @@ def _checked_common(common: dict[str, Any]) -> dict[str, Any]:
         from commhooks.members.options import torchft_of  # here, because few runs need it
 
         members = torchft_of(members)
-    return check_arguments(common) | {"members": members}
+    shards = common.pop("shards", None)
+    if shards is not None:
+        from commhooks.sharded.options import shards_of
+
+        shards = shards_of(shards)
+    return check_arguments(common) | {"members": members, "shards": shards}
 
 
 def _checked_options(hook_options: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from commhooks import HookConfigError, Torchft
+from commhooks import HookConfigError, Shards, Torchft
 from commhooks.hook.plugin_api import (
     DCPFolder,
     HookRequest,
@@ -37,7 +37,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
     @suggests_arguments
     def __init__(
         self,
-        hook: HookType,
+        hook: HookType = None,
         *,
         replicate_size: Union[Literal["auto"], int] = "auto",  # noqa: UP007
         hook_options: Optional[dict[str, Any]] = None,  # noqa: UP045
@@ -46,6 +46,7 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         strict: bool = True,
         check_every: Optional[int] = None,  # noqa: UP045
         members: Union[Torchft, Literal["torchft"], None] = None,  # noqa: UP007
+        shards: Union[Shards, Literal["int8", "bf16"], None] = None,  # noqa: UP007
         process_group_backend: Optional[str] = None,  # noqa: UP045
         timeout: Optional[timedelta] = default_pg_timeout,  # noqa: UP045
     ) -> None:
@@ -88,7 +89,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        replicas = self.num_nodes if self._replicate_size == "auto" else self._replicate_size
+        replicas = self._replicate_size
+        if replicas == "auto":  # without a hook between replicas there is one
+            replicas = 1 if self._request.shards_alone else self.num_nodes
         if self.world_size % replicas:
             raise HookConfigError(
                 f"replicate_size={replicas} does not divide the number of ranks, which is"
@@ -106,7 +109,9 @@ class HookedFSDP2(HookedStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         root = _sharded_root(self.lightning_module)
         _check_shards(self.lightning_module, root, self.device_mesh["shard"])
-        self._attach(root, replicate_group=self.device_mesh["replicate"])
+        replicas = self.device_mesh["replicate"]
+        alone = self._request.shards_alone and replicas.size() == 1
+        self._attach(root, replicate_group=None if alone else replicas)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -97,8 +97,10 @@ class CommHookFSDP2(HookedFSDP2, ModelParallelStrategy):
         hook: as in `CommHookDDP`, but not a callable; None averages the replicas without
         compression. hook_options, wrapper, strict, check_every: as in `commhooks.attach`.
         members: as in `CommHookDDP`; every machine trains a replica.
+        shards: as in `commhooks.attach`.
         replicate_size: number of replicas of the model, each sharded over `world size /
-            replicate_size` consecutive ranks. "auto": one per machine.
+            replicate_size` consecutive ranks. "auto": one per machine; with `shards` and without a
+            hook, one.
         save_residual: "drop" saves no residuals. None: their mean over the replicas.
         process_group_backend, timeout: as in `ModelParallelStrategy`.
 

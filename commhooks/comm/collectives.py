@@ -25,6 +25,10 @@ Scope = Literal["all", "intra_node", "inter_node"]
 _NAMES = {"gather": "all-gather", "all_to_all": "all-to-all"}
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """The name of the all-gather into one tensor, which torch 2.13 has renamed."""
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+"""The name of the reduce-scatter from one tensor, likewise."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +62,7 @@ class Send:
     With "gather" every rank gets all of `tensor`.
     """
     into: torch.Tensor | None = None
-    """Memory for the result with `splits`; None: new memory."""
+    """Memory for the result of "gather" and "all_to_all", in its shape; None: new memory."""
     over: Scope = "all"
     """Which ranks take part.
 
@@ -298,9 +302,9 @@ def _start_gather(
 ) -> tuple[torch.Tensor, dist.Work | MessageWork]:
     tensor = send.tensor.contiguous()
     if send.splits is None:
-        answer = torch.empty(
-            (group.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device
-        )
+        answer = send.into
+        if answer is None:
+            answer = tensor.new_empty((group.size(), *tensor.shape))
         if messages is None:
             return answer, _gather_equal(tensor, answer, group, async_op=True)
         parts = answer.unbind(0)
@@ -318,7 +322,9 @@ def _start_all_to_all(
 ) -> tuple[torch.Tensor, dist.Work | MessageWork]:
     sent = arriving = None
     if send.splits is None:
-        answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
+        answer = send.into
+        if answer is None:
+            answer = torch.empty_like(send.tensor, memory_format=torch.contiguous_format)
     else:
         sent, arriving = map(list, send.splits)
         answer = send.tensor.new_empty(sum(arriving)) if send.into is None else send.into

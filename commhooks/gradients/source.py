@@ -53,10 +53,13 @@ class HookCallbacks:
     listeners: Sequence[PassListener] = ()
     after_first_pass: Callable[[], None] | None = None
 
+    def begin_pass(self) -> None:
+        for listener in self.listeners:
+            listener.before_pass()
+
     def reduce(self, bucket: Bucket) -> Future:
         if bucket.is_first:
-            for listener in self.listeners:
-                listener.before_pass()
+            self.begin_pass()
         with span("hook call", self.name):
             return self.run(bucket)
 

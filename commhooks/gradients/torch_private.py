@@ -7,9 +7,9 @@ unsupported set-up is not detected.
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,6 +168,56 @@ def count_accumulate_hooks(parameter: torch.Tensor) -> int:
 def all_reduces(unit: "FSDPModule") -> bool:
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
     return bool(getattr(getattr(state, "_fsdp_param_group", None), "all_reduce_grads", True))
+
+
+class UnitOfFSDP(NamedTuple):
+    """Describes a module to which `fully_shard` was applied, in the order of FSDP2's buffers.
+
+    Attributes:
+        parameters: the sharded parameters.
+        policy: its `MixedPrecisionPolicy`.
+        gather, scatter: the objects that run its collectives; None in a version without them.
+        gathers: how often a step gathers all of the weights: twice if they are freed after the
+            forward pass.
+        regathers: how often a step gathers them among fewer ranks (`reshard_after_forward=N`).
+    """
+
+    parameters: list[nn.Parameter]
+    policy: Any
+    gather: Any
+    scatter: Any
+    gathers: int
+    regathers: int
+
+
+def unit_of_fsdp(
+    unit: "FSDPModule", known: Collection[nn.Parameter], *, is_root: bool
+) -> UnitOfFSDP | None:
+    """Read what FSDP2 knows of a unit; None if it has no parameters. `known`: the parameters of the
+    model now. `is_root`: FSDP2 (torch 2.13) does not free the root's weights by default, which it
+    decides in the first forward pass.
+    """
+    state: Any = getattr(unit, "_get_fsdp_state", lambda: None)()
+    group = getattr(state, "_fsdp_param_group", None)
+    if group is None:
+        return None
+    now = set(map(id, known))
+    if any(id(each.sharded_param) not in now for each in group.fsdp_params):
+        group.lazy_init()  # parameters were replaced, as by load_state_dict(assign=True)
+    freed_to, kept = (
+        group.post_forward_mesh_info,
+        getattr(state, "_auto_reshard_after_forward", False),
+    )
+    resharded = freed_to is not None and not (is_root and kept)
+    smaller = resharded and freed_to != group.mesh_info
+    return UnitOfFSDP(
+        [each.sharded_param for each in group.fsdp_params],
+        group.mp_policy,
+        getattr(group, "_all_gather_comm", None),
+        getattr(group, "_reduce_scatter_comm", None),
+        gathers=2 if resharded and not smaller else 1,
+        regathers=int(smaller),
+    )
 
 
 def compiled_from(model: object) -> nn.Module | None:

@@ -32,6 +32,7 @@ from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests
 
 if TYPE_CHECKING:
     from commhooks.members.options import Torchft
+    from commhooks.sharded.options import Shards
 
 logger = logger_of(__name__)
 
@@ -52,6 +53,7 @@ def attach(
     members: "Torchft | str | None" = None,
     process_group: dist.ProcessGroup | None = None,
     replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
+    shards: "Shards | str | None" = None,
     loss_scale: Callable[[], float | torch.Tensor] | None = None,
 ) -> CommHook:
     """Register a communication hook with a model in DDP or one sharded by `fully_shard` (FSDP2).
@@ -98,6 +100,9 @@ def attach(
         replicate_group: for a model sharded by `fully_shard`: the group or one-dimensional mesh
             over which to average, that is, the ranks that hold the same shard, such as
             `mesh["replicate"]`. With `members` it may be None: each machine has one replica.
+        shards: for a model sharded by `fully_shard`: what FSDP2's own all-gather and reduce-scatter
+            send. "int8", "bf16", or a `Shards` with options. With `hook=None` it needs no
+            `replicate_group`. None: as FSDP2 sends it.
         loss_scale: a function that returns the current loss scale, e.g. `scaler.get_scale`. The
             residuals are rescaled when it changes.
 
@@ -159,19 +164,25 @@ def attach_request(
     machines_change = request.members is not None
     if machines_change and not dist.is_initialized():
         _process_group_of_one(model)
-    source = source_of(
-        model,
-        process_group,
-        replicate_group,
-        unwrapped=request.averages_weights,
-        one_replica=machines_change,
-        accumulates=accumulates,
-    )
+    alone = request.shards_alone and replicate_group is None and isinstance(model, FSDPModule)
+    if alone:
+        from commhooks.hook.shards_hook import source_without_replicas
+
+        source = source_without_replicas(model, process_group)
+    else:
+        source = source_of(
+            model,
+            process_group,
+            replicate_group,
+            unwrapped=request.averages_weights,
+            one_replica=machines_change,
+            accumulates=accumulates,
+        )
     check_arrangement(request, source)
-    if request.off and not source.from_ddp:
+    if (request.off or request.shards_alone) and not source.from_ddp and not alone:
         request = request.as_plain_average()
     hook, state = _agreed_hook(request, source, loss_scale, total_steps)
-    attached = CommHook(request, hook, source)
+    attached = CommHook(request, hook, source, _shards_of(request, hook, source))
     if not request.off:
         attached._register(state, on_unused)
         if total_steps is not None:
@@ -206,6 +217,14 @@ def _log_attached(request: HookRequest, hook: Hook, source: GradientSource) -> N
             logger.warning("%s", warning)
         if request.config is not None:
             warn_if_unmatched(request.config.excluded_globs, source.module)
+
+
+def _shards_of(request: HookRequest, hook: Hook, source: GradientSource) -> Any:
+    if request.shards is None:
+        return None
+    from commhooks.hook.shards_hook import ShardsHook, attach_shards
+
+    return hook.shards if isinstance(hook, ShardsHook) else attach_shards(request, source)
 
 
 def _process_group_of_one(model: torch.nn.Module) -> None:

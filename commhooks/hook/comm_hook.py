@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commhooks.comm.groups import is_logging_rank, note_lost_ranks
-from commhooks.errors import HookRunError, print_error_on_rank_zero
+from commhooks.errors import HookRunError, log_summary, print_error_on_rank_zero
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource, HookCallbacks
 from commhooks.hook.listeners import listeners_of
@@ -35,13 +35,16 @@ class CommHook:
             on without residuals.
     """
 
-    def __init__(self, request: HookRequest, hook: Hook, source: GradientSource) -> None:
+    def __init__(
+        self, request: HookRequest, hook: Hook, source: GradientSource, shards: Any = None
+    ) -> None:
         self.name = request.name
         self.joint_save_limit_s = JOINT_SAVE_LIMIT_S
         self.detached = False
         self._request = request
         self._hook = hook
         self._source = source
+        self._shards = shards
         self._rank, self._world_size = source.group.rank(), source.group.size()
         self._logs = is_logging_rank(source.group, source.shard_group)
         self._saved = SavedState(request, hook, source, logs=self._logs)
@@ -88,6 +91,8 @@ class CommHook:
         self._unused.after_first_pass()
         if self._logs and not self._quiet:
             log_first_pass(self._request, self._hook, self._source)
+            if self._shards is not None:
+                log_summary(self._shards.summary())
 
     @plain_mode()
     def detach(self) -> None:
@@ -103,6 +108,8 @@ class CommHook:
         self.synchronize()
         self._unused.silence()
         self._hook.close()
+        if self._shards is not None:
+            self._shards.detach()
         self.detached = True
 
     @plain_mode()
@@ -116,6 +123,8 @@ class CommHook:
         self._unused.ended()
         self._source.close()
         self._hook.close()
+        if self._shards is not None:
+            self._shards.detach()
 
     def failed(self, error: BaseException) -> None:
         """End the run after `error`, without the warning that the hook had no effect.
@@ -156,7 +165,8 @@ class CommHook:
         """Return the plan of what is compressed, with a row per parameter, or for batched PowerSGD
         per bucket, once the first backward pass has shown the buckets.
         """
-        return self._hook.plan()
+        plan = self._hook.plan()
+        return plan if self._shards is None else self._shards.with_plan(plan)
 
     @plain_mode()
     def stats(self) -> dict[str, Any]:
@@ -166,6 +176,9 @@ class CommHook:
         if the outcome of recent steps is unread. A value is None if it is unknown (the bytes of a
         user's function) or does not exist for this hook:
 
+        - `shards`: what FSDP2's own collectives have sent, if they are compressed: "gathers",
+          "scatters", "bytes_sent", "bytes_sent_last_step", "bytes_inside_nodes",
+          "bytes_uncompressed", "kernel".
         - `so_far`: the counters that a checkpoint holds, including earlier runs.
         - `kernel`: "native" for a native kernel, "torch" otherwise.
         - `chosen`, `chosen_at`: for "auto", the chosen hook, and the step at which it was chosen.
@@ -182,7 +195,8 @@ class CommHook:
           the completion of the last future. Measured on the host; on CUDA by events; None on other
           accelerators. The small collectives after a start or a load do not count.
         """
-        return statistics(self.name, self._hook, self._source)
+        shards = None if self._shards is None else self._shards.stats()
+        return statistics(self.name, self._hook, self._source) | {"shards": shards}
 
     @plain_mode()
     def norms(self) -> dict[str, float | None]:

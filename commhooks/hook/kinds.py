@@ -18,6 +18,9 @@ from commhooks.request import HookRequest
 FUNCTION = "commhooks.hook.function_hook"
 """The kind of a user's function, which has no config; see `HookConfig.kind`."""
 
+SHARDS = "commhooks.hook.shards_hook"
+"""The kind of compressed collectives of FSDP2 without another hook."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -42,7 +45,9 @@ def prepared(
     request cannot be served for this model.
     """
     kind = HookConfig.kind if request.config is None else request.config.kind
-    if request.config is None and not request.off:
+    if request.shards_alone:
+        kind = SHARDS
+    elif request.config is None and not request.off:
         kind = FUNCTION
     made: Prepared = importlib.import_module(kind).prepare(request, source, binding, total_steps)
     return made

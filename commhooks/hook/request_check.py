@@ -28,6 +28,12 @@ _WHAT = "what each rank attaches (attach the hook on every rank, or on none)"
 
 def check_arrangement(request: HookRequest, source: GradientSource) -> None:
     if source.shard_group is None:
+        if request.shards is not None:
+            raise HookConfigError(
+                "shards with a model that fully_shard has not sharded: shards compresses FSDP2's"
+                " own collectives; a hook such as 'int8_compress' compresses those of"
+                " DistributedDataParallel"
+            )
         return
     if request.ranks_per_node is not None:
         raise HookConfigError(
@@ -138,6 +144,7 @@ def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: boo
     lines = [request.name, *(f"{name}={text_of(value)}" for name, value in options.items())]
     lines += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
     lines += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
+    lines += [f"shards={request.shards}"]
     return "\n".join([*lines, f"loss_scale={'given' if loss_scale else None}"])
 
 

@@ -21,8 +21,11 @@ def sharded_source(
     replicate_group: DeviceMesh | dist.ProcessGroup | None,
     *,
     one_replica: bool,
+    kind: type[FullyShardGradients] = FullyShardGradients,
 ) -> FullyShardGradients:
-    """See `source_of`. Raises HookConfigError if the groups do not fit a sharded model."""
+    """See `source_of`. `kind`: the class of the source. Raises HookConfigError if the groups do not
+    fit a sharded model.
+    """
     assert isinstance(model, Module)
     if process_group is not None:
         raise HookConfigError(
@@ -36,7 +39,7 @@ def sharded_source(
         replicate_group = new_group(
             [[rank] for rank in range(mesh.size())], mesh.get_group(), device
         )
-    return FullyShardGradients(model, _replicate_group(replicate_group))
+    return kind(model, _replicate_group(replicate_group))
 
 
 def _replicate_group(group: object) -> dist.ProcessGroup:

@@ -85,6 +85,8 @@ def log_first_pass(request: HookRequest, hook: Hook, source: GradientSource) -> 
         subject += f" ({'; '.join(summary.details)})"
     wire = "" if request.wrapper is None else f"{request.wrapper} on the wire"
     effect = ", ".join(filter(None, (summary.effect, wire)))
+    if summary.alone is None:
+        return
     if source.group.size() == 1 and hook.members is None:
         unit = "rank" if source.shard_group is None else "replica"
         effect = f"there is one {unit}, so nothing is sent{summary.alone}"

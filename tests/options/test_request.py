@@ -392,14 +392,18 @@ LIGHTNING = {"hook": REQUIRED, "save_residual": None, "strict": None}
 # Each front end: the arguments that it lacks, and the defaults of its own.
 FRONT_ENDS: dict[str, tuple[Any, set[str], dict[str, Any]]] = {
     "attach": (commhooks.attach, set(), {"hook": REQUIRED, "save_residual": "auto"}),
-    "CommHookDDP": (CommHookDDP, {"total_steps"}, LIGHTNING),
-    "CommHookDDP, pytorch_lightning": (pytorch_lightning.CommHookDDP, {"total_steps"}, LIGHTNING),
+    "CommHookDDP": (CommHookDDP, {"total_steps", "shards"}, LIGHTNING),
+    "CommHookDDP, pytorch_lightning": (
+        pytorch_lightning.CommHookDDP,
+        {"total_steps", "shards"},
+        LIGHTNING,
+    ),
     "CommHookFSDP2": (
         CommHookFSDP2,
         {"hook_state", "total_steps", "ranks_per_node"},
-        {"hook": REQUIRED, "save_residual": None},
+        {"save_residual": None},
     ),
-    "Fabric": (fabric.CommHookDDP, set(), {"hook": REQUIRED, "save_residual": "mean"}),
+    "Fabric": (fabric.CommHookDDP, {"shards"}, {"hook": REQUIRED, "save_residual": "mean"}),
     "CommHookKwargs": (CommHookKwargs, set(), {}),
 }
 

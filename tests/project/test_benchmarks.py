@@ -34,6 +34,7 @@ ALONE = {
     "gpu": "--device cpu --models tiny --ranks 1 --buckets one --batches small --markdown",
     "language_model": "--plot figures.png",
     "local_steps": "",
+    "launches": "",
     "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
     "memory": "",
     "size": "--hooks powerSGD",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +33,7 @@ OF_TORCH = (
     "OptimizedModule.",
     "FSDPModule.",
     "FSDPState.",
+    "FSDPParamGroup.",
 )
 
 
@@ -112,6 +113,10 @@ def _ddp() -> DistributedDataParallel:
         return ddp
 
 
+def _param_group() -> Any:
+    return fully_shard(nn.Linear(2, 2))._get_fsdp_state()._fsdp_param_group
+
+
 def _fit_loop() -> Any:
     from lightning.pytorch import Trainer
 
@@ -167,6 +172,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "OptimizedModule": lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
     "FSDPModule": lambda: FSDPModule,
     "FSDPState": FSDPState,
+    "FSDPParamGroup": _param_group,
     "Trainer.fit_loop.epoch_loop": _fit_loop,
     "Accelerator": _accelerator,
     "Trainer.save_model": _arguments_of_save_model,
@@ -200,6 +206,7 @@ def test_without_the_other_names_nothing_is_refused():
     assert not torch_private.has_optimizer_in_backward(anything)
     assert not torch_private.count_accumulate_hooks(anything)
     assert torch_private.all_reduces(anything)
+    assert torch_private.unit_of_fsdp(anything, [], is_root=True) is None
     assert torch_private.compiled_from(anything) is None
     assert torch_private.timeout_of(anything, torch.device("cpu")) is None
 

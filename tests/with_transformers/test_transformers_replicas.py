@@ -81,3 +81,23 @@ def test_replicas_train_and_resume(run_ranks: Any, tmp_path: Path) -> None:
         )
         assert rank["anew"] == 1 and rank["warnings"] == []
     assert (tmp_path / "through" / f"checkpoint-{SAVE_AT}" / "comm_hook" / ".metadata").is_file()
+
+
+@launched
+def _with_shards(folder: str) -> dict[str, Any]:
+    sharding = {
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        "per_device_train_batch_size": 2,
+    }
+    trainer = make_trainer(
+        folder, hook={"shards": "int8"}, sharding=sharding, max_steps=2, samples=16
+    )
+    trainer.train()
+    return trainer.comm_hook.stats()["shards"]
+
+
+@trainer_resumes_on_cpu
+def test_a_trainer_compresses_the_collectives_of_fsdp2(run_ranks: Any, tmp_path: Path) -> None:
+    for stats in run_ranks(_with_shards, str(tmp_path), world_size=2):
+        assert 0 < stats["bytes_sent"] < 0.5 * stats["bytes_uncompressed"]

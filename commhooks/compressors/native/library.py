@@ -58,6 +58,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         ctypes.c_size_t,
     ),
     "dequantise": (ctypes.c_int,),
+    "add_dequantised": (ctypes.c_int,),
 }
 """The functions in the sources, with the types of their other arguments."""
 

@@ -171,6 +171,16 @@ static int dequantise(const struct work *work, void *row, size_t part) {
     return 0;
 }
 
+static int add_dequantised(const struct work *work, void *row, size_t part) {
+    const struct call *call = work->call;
+    const struct piece *x = row;
+    for (size_t b = part * part_blocks(x); b < last_block(x, part); b++) {
+        const uint8_t *codes = x->arrived_codes + b * code_bytes(x->block, call->bits);
+        decode(x->bucket + b * x->block, codes, x->arrived_scales[b], block_numel(x, b), x->block, call->bits, 1);
+    }
+    return 0;
+}
+
 /* The functions that Python calls. */
 
 /* Replace the gradient in the bucket by the rounding error of delta = gradient + factor * residual; write codes and
@@ -191,5 +201,12 @@ int EXPORT(quantise)(start_team *start, unsigned threads, size_t count, struct p
 int EXPORT(dequantise)(start_team *start, unsigned threads, size_t count, struct piece *table, int bits) {
     struct call call = {.bits = bits};
     struct work work = {.run = dequantise, .parts = parts, .table = table, .count = count, .call = &call};
+    return share(start, threads, sizeof *table, &work);
+}
+
+/* Add the received codes * scales to the numbers in the bucket. */
+int EXPORT(add_dequantised)(start_team *start, unsigned threads, size_t count, struct piece *table, int bits) {
+    struct call call = {.bits = bits};
+    struct work work = {.run = add_dequantised, .parts = parts, .table = table, .count = count, .call = &call};
     return share(start, threads, sizeof *table, &work);
 }

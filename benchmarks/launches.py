@@ -1,0 +1,127 @@
+"""The operators that PowerSGD, int8 and int4 dispatch per step on an accelerator, counted on
+tensors without memory.
+
+    python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16]
+
+On an accelerator the host issues every operator of a step, one or more kernels each. For models
+with many small matrices this takes longer than the arithmetic. The device "meta" runs the code for
+accelerators on shapes alone, so counting needs neither a GPU nor the memory of the model. Buckets
+are estimated, with DDP's default sizes. Collectives, and a few operators per step that combine the
+verdicts, are not counted.
+
+  operators   compute or copy: one or more kernels each
+  views       only describe memory: no kernel, but time on the host
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from common import Row, machine, number, parse, parser, report
+from models import GPT2, TASKS
+
+from commhooks.request import HookRequest
+from tests.support.dispatched import Dispatched
+from tests.support.local_driver import LocalDriver
+
+Shapes = Sequence[tuple[int, ...]]
+META = torch.device("meta")
+
+
+MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {
+    "resnet50": TASKS["resnet50"].make,
+    "gpt2": GPT2,
+    "gpt-1.3b": lambda: GPT2(context=2048, width=2048, blocks=24, heads=16),
+    "tiny": lambda: GPT2(256, 32, 64, 2, 4),
+}
+VARIANTS: Mapping[str, tuple[str | None, dict[str, Any], float | None]] = {
+    "powerSGD": (None, {}, None),
+    "fp16 wire": ("fp16", {}, None),
+    "same shape": (None, {"batch_tensors_with_same_shape": True}, None),
+    "one bucket": (None, {}, 1e6),
+}
+"""Of PowerSGD: wrapper, options, and DDP's bucket_cap_mb. The world size changes nothing."""
+QUANTISED: Mapping[str, float | None] = {"int8": None, "int4": None, "int8, one bucket": 1e6}
+"""DDP's bucket_cap_mb."""
+
+
+def cut(
+    parameters: Mapping[str, torch.Tensor], cap_mb: float | None
+) -> list[dict[str, torch.Tensor]]:
+    """Cut the parameters into buckets like DDP's: from the last parameter on, by default 1 MiB and
+    then 25 MiB each.
+    """
+    caps = [2**20, 25 * 2**20] if cap_mb is None else [cap_mb * 2**20]
+    buckets: list[dict[str, torch.Tensor]] = [{}]
+    for name, parameter in reversed(parameters.items()):
+        if (
+            sum(parameter.nbytes for parameter in buckets[-1].values())
+            >= caps[min(len(buckets), len(caps)) - 1]
+        ):
+            buckets.append({})
+        buckets[-1][name] = parameter
+    return buckets
+
+
+def count(
+    shapes: Shapes,
+    hook: str,
+    wrapper: str | None,
+    options: Mapping[str, Any],
+    cap_mb: float | None,
+    world_size: int = 1,
+) -> Row:
+    """Count one warm step."""
+    parameters = {str(i): torch.empty(shape, device=META) for i, shape in enumerate(shapes)}
+    buckets = cut(parameters, cap_mb)
+    compressor = HookRequest.parse(
+        hook, hook_options=dict(options), wrapper=wrapper
+    ).new_compressor(None)
+    assert compressor is not None
+    loopback = LocalDriver(compressor, buckets, META, world_size)
+    loopback.step()
+    loopback.step()
+    with Dispatched() as dispatched:
+        loopback.step()
+    operators = sum(dispatched.operators.values())
+    return {"buckets": len(buckets), "operators": operators, "views": dispatched.views}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=["resnet50", "gpt2", "gpt-1.3b"]
+    )
+    arguments.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 4, 16], help="of the factors"
+    )
+    arguments.add_argument(
+        "--world-sizes", type=int, nargs="+", default=[2, 16, 64], help="for int8 and int4"
+    )
+    args = parse(arguments, models=["tiny"], ranks=[1, 4])
+    at = machine()
+    rows: list[Row] = []
+    for model in args.models:
+        with META:
+            shapes = [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]
+        common = {
+            "section": model,
+            "model": model,
+            "matrices": sum(len(shape) > 1 for shape in shapes),
+        }
+        for variant, (wrapper, options, cap_mb) in VARIANTS.items():
+            for rank in args.ranks:
+                given = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 0, **options}
+                counted = count(shapes, "powerSGD", wrapper, given, cap_mb)
+                rows.append({**common, "hook": variant, "rank": rank, **counted})
+        for hook, cap_mb in QUANTISED.items():
+            for world_size in args.world_sizes:
+                counted = count(shapes, hook[:4], None, {}, cap_mb, world_size)
+                rows.append({**common, "hook": hook, "world size": world_size, **counted})
+    names = ("model", "matrices", "hook", "rank", "world size", "buckets", "operators", "views")
+    columns = {name: number(name) for name in names}
+    report("launches", "launches: operators per step on an accelerator", args, at, rows, columns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Messages of rows: both kernels and the oracle agree to the bit, also for hard numbers; and what
+crosses between nodes.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import commhooks
+from commhooks import Shards
+from commhooks.compressors.quantized.mean import BlockCode
+from commhooks.sharded.codec import Codec
+from commhooks.sharded.layout import RowLayout, UnitParameter, row_layout
+from commhooks.sharded.memory import Memory
+from commhooks.sharded.scatter import weighing
+from tests.sharded.shards_models import backward, sharded
+from tests.sharded.shards_oracle import coded, decoded, real_dtype
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+BLOCK = 32
+SIZES = {"a": ((5, 33), 165), "bias": ((7,), 7), "b": ((64, 2), 128), "c": ((1, 9), 9)}
+"""Shapes, and elements of the padded shard. `c` is too small for a block."""
+
+
+def _layout(dtype: torch.dtype, exclude: tuple[str, ...] = ()) -> RowLayout:
+    parameters = [
+        UnitParameter((name,), shape, dtype, dtype, dtype, numel)
+        for name, (shape, numel) in SIZES.items()
+    ]
+    layout = row_layout(parameters, [dtype] * len(SIZES), "int8", BlockCode(8, BLOCK), exclude)
+    assert layout is not None
+    return layout
+
+
+def _hard_row(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Blocks of ordinary, zero, huge, denormal and non-finite numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    numel = sum(numel for _, numel in SIZES.values())
+    row = torch.randn(numel, generator=generator, dtype=torch.float64)
+    info = torch.finfo(dtype)
+    row[32:64] = 0
+    row[64:96] *= info.tiny
+    row[96:110] = info.max * torch.sign(row[96:110])
+    row[130 + seed] = (float("inf"), float("nan"), -float("inf"))[seed % 3]
+    return row.clamp(-info.max, info.max).where(row.isfinite(), row).to(dtype)
+
+
+def _codec(layout: RowLayout, native: bool) -> Codec:
+    return Codec(layout, Memory(torch.device("cpu")), native=native)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hard_numbers_equal_the_oracle(dtype: torch.dtype, native: bool) -> None:
+    layout, rows = _layout(dtype), [_hard_row(dtype, seed) for seed in range(3)]
+    codec = _codec(layout, native)
+    messages = [torch.zeros(codec.message_bytes, dtype=torch.uint8) for _ in rows]
+    for row, message in zip(rows, messages, strict=True):
+        codec.encode(row.clone(), message)
+        got = torch.full_like(row, 7)
+        codec.decode(message, got)
+        for piece in layout.pieces:
+            form = "exact" if piece.exact else "int8"
+            assert _same(piece.of(got), decoded(piece.of(row), form, BLOCK)), piece
+    total = rows[0].clone()
+    codec.add(total, messages[1:], weighing(dist.ReduceOp.AVG, 3))
+    three = torch.tensor(3.0, dtype=real_dtype(dtype))
+    for piece in layout.pieces:
+        expected = piece.of(rows[0]).to(three.dtype) / three
+        for row in rows[1:]:
+            codes, scales = coded(piece.of(row), "exact" if piece.exact else "int8", BLOCK)
+            expected = expected + (codes / three if piece.exact else codes * (scales / three))
+        assert _same(piece.of(total), expected.to(dtype)), piece
+
+
+def test_what_is_sent_exactly() -> None:
+    reasons = {piece.name: piece.exact for piece in _layout(torch.float32, ("b*",)).pieces}
+    small = "too small for a block"
+    assert reasons == {"a": "", "bias": "vector", "b": "excluded by 'b*'", "c": small}
+
+
+def test_a_buffer_is_used_again_and_not_while_it_is_lent() -> None:
+    memory = Memory(torch.device("cpu"))
+    memory.reserve(100)
+    first = memory.take()
+    second = memory.take()
+    assert first.data_ptr() != second.data_ptr() and memory.allocated == 200
+    memory.give_back(first)
+    assert memory.take().data_ptr() == first.data_ptr() and memory.allocated == 200
+    with torch.inference_mode():
+        assert not memory.take().is_inference()
+
+
+def test_an_op_that_is_no_sum_is_refused() -> None:
+    with pytest.raises(commhooks.HookRunError, match="fully_shard reduces by .*MAX"):
+        weighing(dist.ReduceOp.MAX, 2)
+
+
+# ---- nodes ---------------------------------------------------------------------------------------
+
+FEATURES = 512  # one unit of 512 x 512 weights: 1 MB in float32
+
+
+def _sent_between_nodes(ranks_per_node: int | None) -> dict[str, float]:
+    """Return the bytes of this rank in a step with one gather. A counted byte stands for
+    2 (P - 1) / P bytes on the wire, with P peers.
+    """
+    model = fully_shard(torch.nn.Linear(FEATURES, FEATURES, bias=False))
+    shards = Shards(ranks_per_node=ranks_per_node)
+    hook = commhooks.attach(model, None, shards=shards)
+    model(torch.ones(1, FEATURES)).sum().backward()
+    stats = hook.stats()["shards"]
+    assert (stats["gathers"], stats["scatters"]) == (1, 1)
+    return stats
+
+
+def _nic_bytes(nodes: int, local: int, numel: int, code: BlockCode) -> dict[str, float]:
+    """Return the bytes that one machine sends to others in an all-gather or a reduce-scatter of
+    `numel` elements: FSDP2's ring, and messages of every rank's row.
+    """
+    ranks = nodes * local
+    row = numel // ranks
+    message = code.blocks_of(row) * (code.block_bytes + 4)
+    return {
+        "ring, float32": (ranks - 1) / ranks * numel * 4,
+        "direct reduce-scatter": local * (ranks - local) * message,
+        "between nodes": local * (nodes - 1) * message,
+    }
+
+
+def test_links_of_two_nodes_of_two(run_ranks: Any) -> None:
+    code, numel = BlockCode(8, 128), FEATURES**2
+    expected = _nic_bytes(2, 2, numel, code)
+    for stats in run_ranks(_sent_between_nodes, 2, world_size=4):
+        # Two ranks of a machine, two peers: a counted byte is one byte on the wire.
+        assert 2 * stats["bytes_sent"] == pytest.approx(2 * expected["between nodes"], rel=1e-3)
+        # inside: the gradients as they are, and the codes of all weights
+        message = expected["between nodes"] / 2
+        assert stats["bytes_inside_nodes"] == pytest.approx(numel * 4 / 2 + 2 * message, rel=1e-3)
+    for stats in run_ranks(_sent_between_nodes, None, world_size=4):
+        assert stats["bytes_inside_nodes"] == 0
+
+
+def test_links_of_two_nodes_of_eight() -> None:
+    sent = _nic_bytes(2, 8, 8 * 2**20, BlockCode(8, 128))
+    assert sent["direct reduce-scatter"] > sent["ring, float32"]  # 8 bits alone save nothing
+    assert sent["between nodes"] < 0.14 * sent["ring, float32"]
+
+
+def _spoilt_weight() -> tuple[list[bool], bool]:
+    model = sharded()
+    commhooks.attach(model, None, shards=Shards(block_size=32))
+    with torch.no_grad():
+        model.blocks[0].up.weight.to_local()[0, 0] = float("inf")  # type: ignore[operator]
+    loss = backward(model, 0)
+    grads = [p.grad.to_local().isfinite().all().item() for p in model.parameters()]  # type: ignore[union-attr]
+    return grads, bool(loss.isfinite())
+
+
+def test_a_weight_that_is_not_finite_is_seen(run_ranks: Any) -> None:
+    for finite, loss_is_finite in run_ranks(_spoilt_weight):
+        assert not loss_is_finite and not any(finite)

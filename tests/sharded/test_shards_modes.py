@@ -1,0 +1,224 @@
+"""Compressed shards in the modes of FSDP2: what it gathers when, evaluation, asynchronous gathers,
+replicas, compiled blocks, and back to its own collectives.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from tests.sharded.shards_models import Net, backward, equal, sharded, shards_of, train
+from tests.support.kernels import computing_with
+
+SHARDS = commhooks.Shards(block_size=32)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def _trained(shards: Any, steps: int = 4, **options: Any) -> tuple[Net, Any]:
+    model = sharded(**options)
+    hook = None if shards is None else commhooks.attach(model, None, shards=shards)
+    train(model, _sgd(model), range(steps))
+    return model, hook
+
+
+def _counted(reshard: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
+    model, hook = _trained(SHARDS, 1, reshard_after_forward=reshard)
+    first = hook.stats()
+    train(model, _sgd(model), range(1))
+    now, plan = hook.stats(), hook.plan()
+    step = now["shards"]["gathers"] - first["shards"]["gathers"]
+    hook.detach()
+    return now, plan.as_dict(), step
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [(None, 5), (True, 6), (False, 3)])
+def test_the_plan_predicts_what_is_sent(run_ranks: Any, reshard: Any, gathers: int) -> None:
+    """Three units; by default the root is not gathered again in the backward pass. Messages are
+    padded to 8 bytes.
+    """
+    for stats, plan, counted in run_ranks(_counted, reshard):
+        assert counted == gathers and stats["shards"]["scatters"] == 6
+        assert plan["bytes_before"] == stats["bytes_uncompressed"] / 2
+        sent = stats["bytes_sent_last_pass"]
+        assert plan["bytes_after"] <= sent <= plan["bytes_after"] + 16 * gathers
+        assert stats["step"] == stats["backward_passes"] == 2 and stats["hook"] == "shards"
+        assert sent < 0.32 * plan["bytes_before"]
+        of_norm = next(p for p in plan["parameters"] if p["name"] == "blocks.0.norm.weight")
+        assert of_norm["reason"] == "vector"
+
+
+def _in_modes() -> dict[str, bool]:
+    found = {}
+    plain = shards_of(_trained(SHARDS)[0])
+
+    # explicit, asynchronous unshards before the forward pass
+    model = sharded()
+    hook = commhooks.attach(model, None, shards=SHARDS)
+    optimizer = _sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for block in model.blocks:
+            block.unshard(async_op=True)  # type: ignore[operator]
+        backward(model, step)
+        optimizer.step()
+    found["asynchronous gathers"] = equal(shards_of(model), plain)
+
+    # evaluations change nothing
+    model = sharded()
+    hook = commhooks.attach(model, None, shards=SHARDS)
+    optimizer = _sgd(model)
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        with torch.inference_mode():  # not before the first step, which fully_shard refuses
+            model(torch.zeros(1, 2, dtype=torch.int64))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(torch.zeros(1, 2, dtype=torch.int64))
+    found["evaluation"] = equal(shards_of(model), plain)
+
+    # what a forward pass uses is the same on all ranks, and not the optimizer's shard
+    model.blocks[0].unshard()  # type: ignore[operator]
+    weight = model.blocks[0].up.weight.detach().clone()
+    everywhere = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, weight)
+    model.blocks[0].reshard()  # type: ignore[operator]
+    exact = model.blocks[0].up.weight.full_tensor().detach()  # type: ignore[operator]
+    found["same weights"] = all(torch.equal(each, weight) for each in everywhere)
+    found["rounded weights"] = 0 < (weight - exact).abs().max() < 0.01 * exact.abs().max()
+
+    with computing_with("torch"):
+        model, hook = _trained(SHARDS)
+    found["kernel of torch"] = equal(shards_of(model), plain) and hook.stats()["kernel"] == "torch"
+
+    # FSDP2's own collectives are back after detach and after close
+    own = shards_of(_trained(None)[0])
+    for end in ("detach", "close"):
+        model = sharded()
+        getattr(commhooks.attach(model, None, shards=SHARDS), end)()
+        train(model, _sgd(model), range(4))
+        found[end] = equal(shards_of(model), own)
+    found["no shards"] = not equal(own, plain)
+    hook = commhooks.attach(model, None, shards="bf16")  # again, on the same model
+    train(model, _sgd(model), range(1))
+    found["attached again"] = hook.stats()["shards"]["gathers"] == 5
+    return found
+
+
+def test_modes_of_fully_shard(run_ranks: Any) -> None:
+    for found in run_ranks(_in_modes):
+        assert all(found.values()), found
+
+
+class _Checkpointed(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _alike() -> dict[str, float]:
+    """How far each set-up is from training without shards, relative to what it has learned."""
+    found = {}
+    setups: dict[str, Any] = {
+        "tied": {"tied": True},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+    for name, options in setups.items():
+        found[name] = _distance(_trained(None, **options)[0], _trained(SHARDS, **options)[0])
+    for name in ("checkpointed", "compiled"):
+        trained = []
+        for shards in (None, SHARDS):
+            model = sharded()
+            if name == "checkpointed":
+                model.forward = _Checkpointed.forward.__get__(model)  # type: ignore[method-assign]
+            else:
+                for block in model.blocks:
+                    block.compile(backend="eager")
+            if shards is not None:
+                commhooks.attach(model, None, shards=shards)
+            train(model, _sgd(model), range(4))
+            trained.append(model)
+        found[name] = _distance(*trained)
+    return found
+
+
+def _distance(a: nn.Module, b: nn.Module) -> float:
+    begin, first, second = shards_of(sharded()), shards_of(a), shards_of(b)
+    learned = sum(float((first[n] - begin[n]).norm()) for n in first)
+    return sum(float((first[n] - second[n]).norm()) for n in first) / learned
+
+
+def test_set_ups_of_fully_shard_learn_nearly_the_same(run_ranks: Any) -> None:
+    for found in run_ranks(_alike):
+        assert found.keys() == {"tied", "offloaded", "checkpointed", "compiled"}
+        assert all(0 < distance < 0.06 for distance in found.values()), found
+
+
+def _with_replicas() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found: dict[str, Any] = {}
+    for hook in ("int4_compress", None):
+        model = sharded(mesh["shard"])
+        attached = commhooks.attach(model, hook, replicate_group=mesh["replicate"], shards=SHARDS)
+        train(model, _sgd(model), range(3))
+        stats, plan = attached.stats(), attached.plan()
+        weight = model.blocks[0].up.weight.full_tensor()  # type: ignore[operator]
+        everywhere = [torch.empty_like(weight) for _ in range(4)]
+        dist.all_gather(everywhere, weight)
+        found[str(hook)] = {
+            "same": all(torch.equal(each, weight) for each in everywhere),
+            "stats": copy.deepcopy(stats),
+            "plan": plan.as_dict(),
+            "text": str(plan),
+        }
+        attached.detach()
+    return found
+
+
+def test_beside_a_hook_between_replicas(run_ranks: Any) -> None:
+    for found in run_ranks(_with_replicas, world_size=4):
+        for name, of_hook in found.items():
+            stats, shards = of_hook["stats"], of_hook["stats"]["shards"]
+            assert of_hook["same"]
+            assert stats["hook"] == (name if name != "None" else "allreduce")
+            assert shards["gathers"] == 15 and shards["scatters"] == 9
+            assert 0 < shards["bytes_sent"] < 0.32 * shards["bytes_uncompressed"]
+            assert of_hook["plan"]["shards"]["hook"] == "shards: int8"
+            assert "Units of fully_shard" in of_hook["text"]
+
+
+def _resumed() -> bool:
+    import tempfile
+
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    whole = shards_of(_trained(SHARDS, 6)[0])
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model = sharded()
+    hook, optimizer = commhooks.attach(model, None, shards=SHARDS), _sgd(model)
+    train(model, optimizer, range(3))
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer, "hook": hook}, checkpoint_id=folder[0])
+    model = sharded()
+    hook, optimizer = commhooks.attach(model, None, shards=SHARDS), _sgd(model)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": of_model, "optimizer": of_optimizer, "hook": hook}, checkpoint_id=folder[0])
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    train(model, optimizer, range(3, 6))
+    return equal(shards_of(model), whole) and hook.stats()["step"] == 6
+
+
+def test_a_resumed_run_is_bit_equal(run_ranks: Any) -> None:
+    assert run_ranks(_resumed) == [True, True]

@@ -123,7 +123,7 @@ class LocalStepsCompressor(Compressor[AnyLocalSteps]):
         """
         of_weights = [plan for plan in plans if isinstance(plan, WeightPlan)]
         on_wire = [plan.on_wire for plan in of_weights]
-        sizes = [each.numel * each.dtype.itemsize for each in on_wire]
+        sizes = [plan.numel * plan.dtype.itemsize for plan in on_wire]
         weights, kept = sum(sizes), sum(sizes) * (2 if self.config.outer_momentum else 1)
         sending = MemoryPlan()
         if self._wire is not None:

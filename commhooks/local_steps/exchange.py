@@ -65,10 +65,10 @@ class OuterExchange:
         accelerator on the background stream, for which the host does not wait; on the CPU in a
         thread, which waits for the network. `before` runs on the background stream first."""
         self._copy()
-        self._sent = [each.flat.clone() for each in self.running]
+        self._sent = [buffer.flat.clone() for buffer in self.running]
         if precision.has_streams(self.device):
             with in_background(self.device, after_current=True):
-                keep_for_current_stream([each.flat for each in self.running])
+                keep_for_current_stream([buffer.flat for buffer in self.running])
                 before()
                 self._exchange()
             return
@@ -98,8 +98,8 @@ class OuterExchange:
         """Write the new anchor and momentum, or if the verdict is false leave them as they are.
         Call this in `HeldState.committing`."""
         with self._computing():
-            for each in self.running:
-                each.advance(verdict)
+            for buffer in self.running:
+                buffer.advance(verdict)
 
     def write_weights(self, *, keep_training: bool = False) -> None:
         """Set the weights to the anchor. With `keep_training` add what the training has changed
@@ -121,15 +121,15 @@ class OuterExchange:
         self.running = [self._start(work, packed(work.layout, good)) for work in self.buffers]
 
     def _send(self) -> None:
-        for each in self.running:
-            each.advance()
+        for buffer in self.running:
+            buffer.advance()
 
     def _receive(self) -> None:
         finish_sends(self.running)
-        found = [each.finite for each in self.running]
+        of_buffers = [buffer.finite for buffer in self.running]
         self._finite = (
-            torch.stack(found).all()
-            if found
+            torch.stack(of_buffers).all()
+            if of_buffers
             else torch.ones((), dtype=torch.bool, device=self.device)
         )
 

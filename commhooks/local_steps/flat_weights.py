@@ -17,12 +17,12 @@ def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
     `sizes` counts whole parameters, so that ranks with different shards divide alike.
     """
     total, before = sum(sizes.values()), 0
-    found: list[list[str]] = [[] for _ in range(parts)]
+    fragments: list[list[str]] = [[] for _ in range(parts)]
     for name, size in sizes.items():
         middle = before + size / 2
-        found[min(parts - 1, int(middle * parts / max(1, total)))].append(name)
+        fragments[min(parts - 1, int(middle * parts / max(1, total)))].append(name)
         before += size
-    return found
+    return fragments
 
 
 def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
@@ -30,9 +30,9 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
     dtype, and at most `BUFFER_BYTES` unless a single parameter is larger.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[list[str]]] = {}
-    for name, each in reversed(list(parameters.items())):
-        dtype = compute_dtype(each.dtype)
-        mine = groups.setdefault((each.device, dtype), [[]])
+    for name, parameter in reversed(list(parameters.items())):
+        dtype = compute_dtype(parameter.dtype)
+        mine = groups.setdefault((parameter.device, dtype), [[]])
         if (
             mine[-1]
             and sum(parameters[n].numel() for n in [*mine[-1], name]) * dtype.itemsize
@@ -40,13 +40,14 @@ def layouts(parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
         ):
             mine.append([])
         mine[-1].append(name)
-    found = []
+    buffers = []
     for (device, dtype), several in groups.items():
         for names in several:
-            own = [parameters[name] for name in names]
-            size = sum(each.numel() for each in own)
-            found.append(read_layout(torch.empty(size, dtype=dtype, device=device), own, names))
-    return found
+            members = [parameters[name] for name in names]
+            size = sum(parameter.numel() for parameter in members)
+            flat = torch.empty(size, dtype=dtype, device=device)
+            buffers.append(read_layout(flat, members, names))
+    return buffers
 
 
 def packed(layout: BucketLayout, good: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,7 +14,6 @@ from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, broadcast_first, good_on_all
 from commhooks.comm.wire import all_finite
 from commhooks.compressors.base import StepInfo
-from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
 from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
@@ -25,11 +24,13 @@ from commhooks.gradients import precision
 from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.flat_weights import copied, divided, layouts, packed, write_back
+from commhooks.local_steps.flat_weights import copied, packed, write_back
 from commhooks.local_steps.offload import to_host
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
+from commhooks.local_steps.replay import Record, Recorder, Replay
 from commhooks.local_steps.schedule import Rules
+from commhooks.local_steps.workspaces import Workspaces
 
 
 class OuterSteps(ExchangeDriver):
@@ -51,11 +52,11 @@ class OuterSteps(ExchangeDriver):
     ) -> None:
         super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
         self.partner = partner
-        self._fragments = divided(sizes, compressor.config.fragments)
-        self._buffers: dict[int, list[OuterStepWorkspace]] = {}
+        self._workspaces = Workspaces(binding.names, sizes, compressor.config.fragments)
         self._messages = PointToPoint()
         self._in_flight: OuterExchange | None = None
         self._measured: list[torch.Tensor] = []
+        self._recorder: Recorder | None = None
 
     @property
     def compressor(self) -> LocalStepsCompressor[Any]:
@@ -76,10 +77,8 @@ class OuterSteps(ExchangeDriver):
 
     def exchange(self, number: int | None) -> None:
         """Run the outer step of a fragment (None: of all weights), while the training waits."""
-        if number is not None or len(self._fragments) == 1:
-            buffers = self._fragment(number or 0)
-        else:
-            buffers = self._made(self.consensus.binding.names.named_parameters())
+        workspaces = self._workspaces
+        buffers = workspaces.of_all(self.compressor) if number is None else self._fragment(number)
         if not buffers:
             return
         device = buffers[0].layout.device
@@ -150,14 +149,16 @@ class OuterSteps(ExchangeDriver):
         group's timeout, otherwise for a few seconds.
         """
         exchange, self._in_flight = self._in_flight, None
-        self._buffers.clear()
+        self._workspaces.clear()
         if exchange is not None:
             exchange.wait(None if until_timeout else ABANDONED_LIMIT_S)
 
     # ---- prepared, and committed when all machines have confirmed
     # ----------------------------------------------------------------------------------------------
 
-    def prepare(self, weight: float, *, exchanges: bool) -> OuterExchange:
+    def prepare(
+        self, weight: float, *, exchanges: bool, recorder: Recorder | None = None
+    ) -> OuterExchange:
         """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
         caller begins it. `weight` is the weight of this replica's differences in the mean. If
         `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
@@ -167,7 +168,20 @@ class OuterSteps(ExchangeDriver):
         buffers = self._fragment(0) if exchanges else []
         for work in buffers:
             work.weight = weight
+        self._recorder = recorder
         return self._new_exchange(buffers)
+
+    def replay(self, record: Record) -> None:
+        """Take an outer step that others have taken from these weights."""
+        self.held.settle()
+        buffers = self._fragment(0)
+        start = Replay(self.compressor, self.state, buffers, record)
+        exchange = OuterExchange(buffers, start, self.counters.clocks)
+        exchange.begin()
+        good = exchange.finite() & record.good
+        self._commit(exchange, good)
+        self._count(good, buffers)
+        exchange.write_weights()
 
     def commit_prepared(self, exchange: OuterExchange) -> None:
         """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
@@ -183,6 +197,8 @@ class OuterSteps(ExchangeDriver):
             broadcast_first(shared, model, self.counters, "the outer step")
             good = shared == 1
         self._commit(exchange, good)
+        if self._recorder is not None:
+            self._recorder.good = bool(good)
         self._count(good, buffers)
         for place, work in enumerate(buffers if model.size() > 1 else ()):
             flat = exchange.running[place].result if exchange.buffers else packed(work.layout)
@@ -202,9 +218,10 @@ class OuterSteps(ExchangeDriver):
     def _start(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         group = self.partner.group
         info = StepInfo(self.state.step, group.size(), rank=group.rank())
-        task = ExchangeTask(
-            self.compressor.exchange(flat, work, self.state, info), flat, self.compressor.name
-        )
+        exchange = self.compressor.exchange(flat, work, self.state, info)
+        if self._recorder is not None:
+            exchange = self._recorder.recorded(exchange)
+        task = ExchangeTask(exchange, flat, self.compressor.name)
         return RunningExchange(task, flat, functools.partial(self._issue, group))
 
     def _issue(self, group: Any, send: Send) -> Pending:
@@ -239,23 +256,7 @@ class OuterSteps(ExchangeDriver):
         return good if shards is None else good_on_all(good, shards, "all shards")
 
     def _fragment(self, number: int) -> list[OuterStepWorkspace]:
-        if number not in self._buffers:
-            known = self.consensus.binding.names.named_parameters()
-            self._buffers[number] = self._made(
-                {name: known[name] for name in self._fragments[number]}
-            )
-        return self._buffers[number]
-
-    def _made(self, parameters: Mapping[str, torch.Tensor]) -> list[OuterStepWorkspace]:
-        compressor, names = self.compressor, self.consensus.binding.names
-        made = []
-        for layout in layouts(parameters):
-            infos = [
-                ParameterInfo.of(slot.name, slot.parameter, names, compressor.config, False)
-                for slot in layout.slots
-            ]
-            made.append(compressor.workspace(layout, compressor.plan(infos)))
-        return made
+        return self._workspaces.of_fragment(number, self.compressor)
 
     # ---- anchor and momentum
     # -----------------------------------------------------------------------------------------

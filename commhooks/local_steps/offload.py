@@ -27,14 +27,14 @@ def fetch(
     """Copy the tensors with these names, if `kept` has them, to `device`. Call `wait_for_copies`
     before using the copies.
     """
-    found = {}
+    here = {}
     with copying(device, after_current=False):
         for name in names:
             if (value := kept.get(name)) is not None:
-                here = torch.empty(value.shape, dtype=value.dtype, device=device)
-                found[name] = here.copy_(value, non_blocking=True)
-    keep_for_current_stream(found.values())
-    return found
+                copy = torch.empty(value.shape, dtype=value.dtype, device=device)
+                here[name] = copy.copy_(value, non_blocking=True)
+    keep_for_current_stream(here.values())
+    return here
 
 
 def put_back(

@@ -84,7 +84,9 @@ def norm_and_cosine(measured: Sequence[torch.Tensor]) -> tuple[float | None, flo
     """
     if not measured:
         return None, None
-    squares, new, before, both = torch.stack([each.cpu() for each in measured]).sum(0).tolist()
+    squares, new, before, both = (
+        torch.stack([numbers.cpu() for numbers in measured]).sum(0).tolist()
+    )
     return math.sqrt(squares), both / math.sqrt(new * before) if new * before > 0 else None
 
 

@@ -10,6 +10,7 @@ from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
 from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.replay import Recorder
 from commhooks.members.registered import Registered
 from commhooks.members.report import Decision, Report, furthest, share_of
 from commhooks.members.this_machine import ThisMachine
@@ -46,6 +47,7 @@ class Attempt:
         self._source, self._registered = source, registered
         self._furthest = furthest(decision.machines)
         self._progress = b""
+        self._recorder: Recorder | None = None
 
     def run(self, outer: OuterSteps, common: CommonState, limit_s: float) -> str:
         """Exchange the differences, and confirm. Returns a text about what failed; "" if all
@@ -86,7 +88,9 @@ class Attempt:
         self._machine.numbers.weight = share / len(machines)
         if exchanges and not self.decision.reuse:
             connections.connect(machines, self.decision.name, limit_s)
-        prepared = outer.prepare(share, exchanges=exchanges)
+        if exchanges and self._machine.history.is_kept:
+            self._recorder = Recorder()
+        prepared = outer.prepare(share, exchanges=exchanges, recorder=self._recorder)
         prepared.begin()
         prepared.finite()
         if exchanges:
@@ -107,6 +111,8 @@ class Attempt:
         """Write what has arrived, and go on from where the machine stands that has done most."""
         assert self.prepared is not None
         outer.commit_prepared(self.prepared)
+        if self._recorder is not None:
+            self._machine.history.add(self._recorder.record(len(self.decision.machines)))
         if self._furthest is None or self._own.steps == self._furthest.steps:
             return
         group = self._source.group

@@ -28,6 +28,10 @@ class NoState(OSError):
     """Raised if the machine has no such state, and will not have it."""
 
 
+class NotKept(OSError):
+    """Raised if a machine does not keep an outer step."""
+
+
 class _NotFound(OSError):
     pass
 
@@ -87,6 +91,21 @@ class Client:
                     f"it has not served the state of outer step {step} within {limit_s:g} s"
                 )
             time.sleep(0.1)
+
+    def running_round(self, server: str) -> int:
+        """Return the number of the round that a machine trains. Raises one of `NETWORK_ERRORS`."""
+        with self._get(server, "/history/running", STATUS_LIMIT_S) as answer:
+            return int(answer.rest())
+
+    def outer_step(self, server: str, round: int, limit_s: float) -> bytes:
+        """Return the outer step of a round; b"" if the round is running there. Raises one of
+        `NETWORK_ERRORS`, among them NotKept.
+        """
+        try:
+            with self._get(server, f"/history/{round}", limit_s) as answer:
+                return answer.rest()
+        except _NotFound as error:
+            raise NotKept(f"{server} does not keep the outer step of round {round}") from error
 
     def has_read(self, server: str, step: int, machine: str) -> None:
         """Tell a `StateServer` that `machine` has read the state of `step`."""

@@ -11,9 +11,10 @@ from commhooks.local_steps.common_state import CommonState, Part
 from commhooks.local_steps.flat_weights import set_weights
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.members.catch_up import CatchUp
 from commhooks.members.client import NETWORK_ERRORS, NoState
 from commhooks.members.registered import Registered
-from commhooks.members.report import Decision
+from commhooks.members.report import Decision, Report
 from commhooks.members.this_machine import ThisMachine
 
 
@@ -23,6 +24,7 @@ class Healing:
     Attributes:
         registered: further state for a machine that comes.
         failed: how often in turn the state of another machine was unavailable.
+        reads: the id of the machine whose state this one has taken; "" if it needs none.
     """
 
     _outer: OuterSteps
@@ -31,6 +33,7 @@ class Healing:
     def __init__(self, machine: ThisMachine, source: GradientSource) -> None:
         self.registered = Registered()
         self.failed = 0
+        self.reads = ""
         self._machine = machine
         self._source = source
         self._name = machine.id.rpartition(":")[0]
@@ -47,8 +50,13 @@ class Healing:
         """Serve the state of this machine for the machines that heal from it, while the training
         goes on.
         """
-        server = self._machine.server
-        if not decision.heals or server is None:
+        server, history, own_id = self._machine.server, self._machine.history, self._machine.id
+        kept = history.is_kept
+        readers = [machine for machine in decision.heals if not (kept and machine.reads == own_id)]
+        if not readers or server is None:
+            return
+        # A machine that reads needs the present copy, and others can catch up from it, too.
+        if kept and server.serve_also(decision.step, [machine.id for machine in readers]):
             return
         state = self._outer.state
         more = {
@@ -58,19 +66,35 @@ class Healing:
             **{label: value for label, (value, _) in self.registered.parts().items()},
         }
         form, tensors = self._common.described(more)
-        server.serve(decision.step, form, tensors, [machine.id for machine in decision.heals])
+        history.begin(sum(tensor.nbytes for tensor in tensors))
+        server.serve(decision.step, form, tensors, [machine.id for machine in readers])
         if self._ranks.is_first:
-            names = ", ".join(machine.name for machine in decision.heals)
+            names = ", ".join(machine.name for machine in readers)
             log_summary(
                 f"members: this machine gives the state of outer step {decision.step} to {names}"
             )
 
     def heal(self, decision: Decision, limit_s: float) -> bool:
-        """Take the state of `decision.source` after outer step `decision.step`. Return whether it
-        was available.
+        """Take the state of `decision.source` after outer step `decision.step`, and the outer steps
+        that it has taken since. Return whether they were available.
         """
-        source, step = decision.source, decision.step
+        source = decision.source
         assert source is not None
+        reads_on = self.reads == source.id
+        if not reads_on and not self._take_state_of(source, decision.step, limit_s):
+            return False
+        first = self._outer.state.step
+        caught_up = CatchUp(self._machine, self._source, self._outer).run(source, limit_s)
+        self.reads = source.id if caught_up else ""
+        if caught_up and not reads_on and self._ranks.is_first:
+            last = self._outer.state.step
+            more = f", and has read the last {last - first} of them later" if last > first else ""
+            log_summary(
+                f"members: {self._name} goes on from outer step {last} of {source.name}{more}"
+            )
+        return caught_up
+
+    def _take_state_of(self, source: Report, step: int, limit_s: float) -> bool:
         server, form, failure = source.servers[self._ranks.shard], b"", ""
         arrived: Mapping[int, torch.Tensor] = {}
         if self._ranks.exchanges:
@@ -99,8 +123,6 @@ class Healing:
             return False
         self.failed = 0
         differing = self._take(*self._common.spread(form, arrived))
-        if self._ranks.is_first:
-            log_summary(f"members: {self._name} goes on from outer step {step} of {source.name}")
         if differing:
             self._lines.say("%s keeps its own: %s", self._name, ", ".join(differing))
         return True

@@ -104,6 +104,10 @@ class Heartbeats:
                 time.monotonic() - self._moved_at,
             )
 
+    def pause(self) -> None:
+        """Send none until the next request."""
+        self._paused = True
+
     def begin_again(self) -> None:
         """Send heartbeats with a new sender from now on."""
         self._again = True

@@ -76,6 +76,7 @@ class Absent:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self._names: dict[str, str] = {}
+        self._died: set[str] = set()
         self._lock = threading.Lock()
 
     def has_died(self, id: str, now: float) -> str | None:
@@ -83,9 +84,10 @@ class Absent:
         the lighthouse; None if this was wrong before.
         """
         with self._lock:
-            name = self._names.get(id, id)
-            if name != id:
+            if id in self._died:
                 return None
+            self._died.add(id)
+            name = self._names.get(id, id)
             self._since[name] = now
             return name
 
@@ -94,17 +96,14 @@ class Absent:
         with self._lock:
             for name, left in quorum:
                 if left:
-                    self._since[name] = now
+                    self._since.setdefault(name, now)
                 else:
                     self._names[id_of(name)] = name
 
     def names(self, now: float) -> list[str]:
         """Return for which names to answer now."""
         with self._lock:
-            self._since = {
-                name: at for name, at in self._since.items() if now < at + _ANSWERED_FOR_S
-            }
-            return list(self._since)
+            return [name for name, at in self._since.items() if now < at + _ANSWERED_FOR_S]
 
 
 def id_of(name: str) -> str:
@@ -228,6 +227,14 @@ class Lighthouse:
             self._asking = False
             self.heartbeats.asking(False)
         return quorum
+
+    def step_aside(self) -> None:
+        """Let the others go on without this machine until it asks again, under its next name."""
+        name = self._name
+        self._name = next_name(name)
+        self.heartbeats.begin_again()
+        self.heartbeats.pause()
+        self._answer_for(name)
 
     def seen(self, reports: Sequence[Report]) -> None:
         """Must be called with the reports of the latest quorum."""

@@ -92,6 +92,8 @@ class Report:
         exchanged: whether it has ever committed an outer step, with others or alone, and not only
             healed.
         failed_heals: how often in turn it has failed to take the state of another machine.
+        reads: the id of the machine whose state it has taken, and whose outer steps it reads; ""
+            without.
         left: whether it has left the training. The other fields of the report then mean nothing.
     """
 
@@ -114,6 +116,7 @@ class Report:
     unexplained: int = 0
     exchanged: bool = False
     failed_heals: int = 0
+    reads: str = ""
     left: bool = False
 
     @property
@@ -167,7 +170,7 @@ def read(id: str, content: object) -> Report:
     return Report(**values)
 
 
-_TEXTS = ("id", "store", "attempt", "connection")
+_TEXTS = ("id", "store", "attempt", "connection", "reads")
 _LISTS = ("servers", "attempt_with", "unreachable")
 _FLAGS = ("joined", "complete", "exchanged", "left")
 
@@ -239,11 +242,12 @@ class Decision:
 def decide(reports: Sequence[Report], me: str) -> Decision:
     """Return what the machine `me` does after a quorum with these reports, one per machine.
 
-    The machines that participate and have the latest anchor exchange their differences. All others
-    heal: they take the state of one of them after the exchange, and train the next round with them.
-    So a machine that comes heals, whenever it comes; only machines that begin in the same quorum,
-    with the same anchor, begin without. The module says why no outer step is kept by some machines
-    and not by others.
+    The machines that have joined and have the latest anchor exchange their differences. All others
+    heal: they take the state of one of them after the exchange, and its later outer steps, while
+    the machines that have exchanged train on without them. When they have the latest anchor, they
+    ask again, and are among these machines. So a machine that comes heals, whenever it comes; only
+    machines that begin in the same quorum, with the same anchor, begin without. The module says why
+    no outer step is kept by some machines and not by others.
     """
     present = sorted(
         (report for report in reports if not report.left), key=lambda report: report.id
@@ -296,16 +300,14 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
     trained = any(report.trained for report in latest)
     step = latest[0].step + trained
     sources = {
-        report.id: latest[(place + report.failed_heals) % len(latest)]
+        report.id: next(
+            (other for other in latest if other.id == report.reads),
+            latest[(place + report.failed_heals) % len(latest)],
+        )
         for place, report in enumerate(behind)
     }
-    # A machine that fails to heal again and again never trains.
-    healthy = [report for report in reports if report in latest or not report.failed_heals]
     if own not in latest:
-        participants = tuple(report for report in reports if report is own or report in healthy)
-        return Decision(
-            action=QuorumAction.HEAL, step=step, source=sources[own.id], participants=participants
-        )
+        return Decision(action=QuorumAction.HEAL, step=step, source=sources[own.id])
     numbers = [(report.id, report.number) for report in latest]
     connection = latest[0].connection
     return Decision(
@@ -313,7 +315,7 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
         step=step,
         machines=tuple(latest),
         heals=tuple(report for report in behind if sources[report.id] is own),
-        participants=tuple(healthy),
+        participants=tuple(latest),
         name=connection_name(latest, numbers),
         reuse=connection.startswith(connection_name(latest))
         and all(x.connection == connection for x in latest),

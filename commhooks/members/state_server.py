@@ -4,6 +4,7 @@ by `client.py`.
 Plain HTTP. Without a secret, whoever reaches the port can read the weights.
 """
 
+import functools
 import hmac
 import http.server
 import json
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from commhooks.members.client import PIECE_BYTES, bytes_of
+from commhooks.members.history import History
 from commhooks.members.secret import HEADER, PROOF_BYTES, Key, Refused
 from commhooks.members.watch import keep_from_children, wake
 
@@ -27,11 +29,12 @@ _POLL_S = 0.1
 
 @dataclass
 class _Served:
-    """A copy of the state after outer step `step`. `readers`: the ids of machines that have not
+    """A copy of the state after an outer step. `steps`: for which it is served: this one, and later
+    ones whose readers take the outer steps in between. `readers`: the ids of machines that have not
     read it yet.
     """
 
-    step: int
+    steps: set[str]
     form: bytes
     tensors: list[torch.Tensor]
     readers: set[str]
@@ -44,8 +47,10 @@ class StateServer:
     GET /state/STEP/form returns the description of the state, /state/STEP/NUMBER the bytes of a
     tensor, and /state/STEP/done/ID says that the machine ID has read it. 404 as long as there is no
     state of this step. GET /status returns what `status` returns, as JSON; /waiting calls
-    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. The connection
-    of GET /watch/ID stays open until this process or the other one closes it; 404 if ID is not this
+    `waited_for` before, and /ended/ROUND calls `ended` with the number of the round. GET
+    /history/ROUND returns the outer step of a round, empty if the round is running, 404 if it is
+    not kept; /history/running the number of the running round. The connection of GET /watch/ID
+    stays open until this process or the other one closes it; 404 if ID is not this
     machine. With a `key`, 403 without a proof of the secret.
 
     Args:
@@ -56,6 +61,7 @@ class StateServer:
         waited_for: is called when another machine has waited for this one for too long.
         ended: is called when another machine has done its part of a round.
         key: of the secret that all machines share.
+        history: the outer steps since the state.
     """
 
     def __init__(
@@ -66,12 +72,14 @@ class StateServer:
         waited_for: Callable[[], None] = lambda: None,
         ended: Callable[[int], None] = lambda round: None,
         key: Key | None = None,
+        history: History | None = None,
     ) -> None:
         self._limit_s = limit_s
         self._status = status
         self._waited_for = waited_for
         self._ended = ended
         self._key = key
+        self._history = history
         self._served: _Served | None = None
         self._lock = threading.Lock()
         self._watchers = set[socket.socket]()
@@ -83,8 +91,7 @@ class StateServer:
             def do_GET(self) -> None:
                 server._check_and_answer(self)
 
-            def log_message(self, *_: Any) -> None:
-                pass
+            def log_message(self, *_: Any) -> None: ...
 
         class Server(http.server.ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -96,8 +103,7 @@ class StateServer:
                 return connection, address
 
             def handle_error(self, *_: Any) -> None:
-                # a machine that gives up closes the connection
-                if not isinstance(sys.exc_info()[1], OSError):
+                if not isinstance(sys.exc_info()[1], OSError):  # a machine has given up
                     super().handle_error(*_)
 
             def service_actions(self) -> None:  # called at every poll
@@ -118,7 +124,19 @@ class StateServer:
         self._free()
         copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
         with self._lock:
-            self._served = _Served(step, form, copies, set(readers))
+            self._served = _Served({str(step)}, form, copies, set(readers))
+
+    def serve_also(self, step: int, readers: Collection[str]) -> bool:
+        """Serve the present copy, of an earlier step, for the state of `step`, too. Return whether
+        there is one.
+        """
+        with self._lock:
+            if self._served is None:
+                return False
+            self._served.steps.add(str(step))
+            self._served.readers |= set(readers)
+            self._served.used_at = time.monotonic()
+            return True
 
     @property
     def serving(self) -> bool:
@@ -162,14 +180,23 @@ class StateServer:
         elif kind == "watch" and urllib.parse.unquote(rest) == self._status().get("id"):
             reply.send(memoryview(b""))
             self._wait_for_end_of(reply.request.connection)
+        elif kind == "history" and self._history is not None:
+            self._answer_history(reply, self._history, rest)
         elif kind == "state":
             self._answer_state(reply, *rest.partition("/")[::2])
         else:
             reply.request.send_error(404)
 
+    def _answer_history(self, reply: "_Reply", history: History, asked: str) -> None:
+        content = history.step(int(asked)) if asked.isdecimal() else str(history.round).encode()
+        if content is None:
+            reply.request.send_error(404)
+        else:
+            reply.send(memoryview(content), history.use)
+
     def _answer_state(self, reply: "_Reply", step: str, part: str) -> None:
         served = self._served
-        if served is None or step != str(served.step):
+        if served is None or step not in served.steps:
             reply.request.send_error(404)
         elif part.startswith("done/"):
             served.readers.discard(urllib.parse.unquote(part.removeprefix("done/")))
@@ -180,9 +207,14 @@ class StateServer:
             content = (
                 memoryview(served.form) if part == "form" else bytes_of(served.tensors[int(part)])
             )
-            reply.send(content, lambda: setattr(served, "used_at", time.monotonic()))
+            reply.send(content, functools.partial(self._read, served))
         else:
             reply.request.send_error(404)
+
+    def _read(self, served: _Served) -> None:
+        served.used_at = time.monotonic()
+        if self._history is not None:
+            self._history.use()
 
     def _wait_for_end_of(self, connection: socket.socket) -> None:
         self._watchers.add(connection)

@@ -165,20 +165,17 @@ class MachinePartner:
                 case QuorumAction.ASK_AGAIN:
                     pass
                 case QuorumAction.HEAL:
-                    assert decision.source is not None
-                    new_round = self.joined or decision.step > decision.source.step
-                    if self.healing.heal(decision, self._limit(deadline)):
-                        self._begin(decision)
-                        return new_round
+                    self._heal(decision, deadline)
+                    steps, new_round = 0, True
                 case QuorumAction.BEGIN:
-                    self.healing.serve(decision)
                     self._begin(decision)
+                    self.healing.serve(decision)
                     return new_round
                 case QuorumAction.EXCHANGE:
                     if self._exchange(decision, deadline, failures):
                         self._commit()
-                        self.healing.serve(decision)
                         self._begin(decision)
+                        self.healing.serve(decision)
                         return True
 
     def _decide(self, steps: int, deadline: float | None) -> Decision:
@@ -198,7 +195,20 @@ class MachinePartner:
             connection=connections.name,
             unreachable=tuple(connections.unreachable),
             failed_heals=self.healing.failed,
+            reads=self.healing.reads,
         )
+
+    def _heal(self, decision: Decision, deadline: float | None) -> None:
+        """Take the state of another machine, while the others go on without this one; or the few
+        outer steps that are missing, for which they wait.
+        """
+        assert decision.source is not None
+        self._machine.history.end()
+        reads_on = self.healing.reads == decision.source.id
+        if self._machine.lighthouse is not None and not reads_on:
+            self._machine.lighthouse.step_aside()
+        if self.healing.heal(decision, self._limit(deadline)):
+            self._own = dataclasses.replace(self._own, joined=True)
 
     def _exchange(self, decision: Decision, deadline: float | None, failures: list[str]) -> bool:
         """Exchange, and return whether all machines can commit. Raises HookRunError when exchanges
@@ -231,6 +241,7 @@ class MachinePartner:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         attempt.commit(self._outer)
+        self._machine.history.round = self._round
         self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
 
     def _begin(self, decision: Decision) -> None:
@@ -238,7 +249,9 @@ class MachinePartner:
         self._machine.numbers.begin_round()
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
+        self._machine.history.round = self._round
         self._machine.round_end.begin(self._round)
+        self.healing.reads = ""
 
     def _limit(self, deadline: float | None) -> float:
         timeout_s = self._machine.timeout_s()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.members.addresses import check_interface, own_host
 from commhooks.members.client import Client
+from commhooks.members.history import History
 from commhooks.members.lighthouse import Lighthouse, address_of, check_torchft
 from commhooks.members.lines import Lines
 from commhooks.members.numbers import Numbers
@@ -33,6 +34,7 @@ class ThisMachine:
         server: of this rank; None if this rank does not exchange.
         lighthouse: on the first rank; None on others.
         round_end: what this rank has heard of the ends of rounds.
+        history: the latest outer steps of this rank, while another machine reads them.
 
     Raises:
         HookConfigError: torchft is missing, or no lighthouse is given.
@@ -45,6 +47,7 @@ class ThisMachine:
         self.key = key_of(options.secret)
         self.client = Client(self.key)
         self.round_end = RoundEnd(self.client)
+        self.history = History(self.timeout_s)
         self.numbers = Numbers()
         self.server: StateServer | None = None
         self.lighthouse: Lighthouse | None = None
@@ -86,6 +89,7 @@ class ThisMachine:
             self._is_waited_for,
             self.round_end.hear,
             self.key,
+            self.history,
         )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)

@@ -104,12 +104,17 @@ def test_machines_come_and_go(
 
 
 class _Simulated:
-    """A machine in the process of the test. `source`: the machine whose state it takes. `count`:
-    its steps so far.
+    """A machine in the process of the test. `source`: the machine whose state it takes, with an
+    earlier state `moments` of its optimizer. `count`: its steps so far.
     """
 
     def __init__(
-        self, oracle: "_Oracle", name: str, source: "_Simulated | None" = None, count: int = 0
+        self,
+        oracle: "_Oracle",
+        name: str,
+        source: "_Simulated | None" = None,
+        moments: Any = None,
+        count: int = 0,
     ) -> None:
         self.name, self.count, self.model = name, count, oracle.new_model()
         self.optimizer, self._ranks = new_optimizer(self.model), range(oracle.world)
@@ -128,7 +133,9 @@ class _Simulated:
             self.states.append(state)
         if source is not None:
             self.model.load_state_dict(source.model.state_dict())
-            self.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+            self.optimizer.load_state_dict(
+                copy.deepcopy(source.optimizer.state_dict() if moments is None else moments)
+            )
 
     def shard(self, oracle: "_Oracle", shard: int) -> dict[str, torch.Tensor]:
         return shard_of(dict(self.model.named_parameters()), shard, oracle.shards)
@@ -156,24 +163,31 @@ class _Oracle:
         self.new_model = functools.partial(new_model, 0, **model)
         self.world, self.shards, self.every = world, shards, every
         self.machines = {name: _Simulated(self, name) for name in first}
+        # the state of each optimizer after each outer step
+        self._moments: dict[tuple[str, int], Any] = {}
 
-    def outer_step(self, names: list[str], counts: dict[str, int]) -> None:
-        """Train a round, and average. `counts`: the steps of machines after it. A machine that is
-        new takes the state from before the round. A machine that has made no step was not sure
-        whether the outer step before was taken, and has missed the round. One that has made fewer
-        steps counts less.
+    def outer_step(
+        self, step: int, names: list[str], counts: dict[str, int], took: dict[str, tuple[str, int]]
+    ) -> None:
+        """Train a round, and average. `counts`: the steps of machines after it. One that has made
+        fewer steps counts less. A machine that is new has none in this round, the weights from
+        before it, and the state of the optimizer that it `took`: of which machine, after which
+        outer step. A machine that has made none, and is not new, was not sure whether the outer
+        step before was taken.
         """
         source = self.machines[min(self.machines)]
-        newcomers = [name for name in names if name not in self.machines]
         new = {
-            name: _Simulated(self, name, source, counts.get(name, self.every + 1) - self.every)
-            for name in newcomers
+            name: _Simulated(
+                self, name, source, self._moments.get(took.get(name)), counts.get(name, 1)
+            )
+            for name in names
+            if name not in self.machines
         }
         self.machines = {
             name: each for name, each in (self.machines | new).items() if name in names
         }
         steps = {
-            name: counts.get(name, machine.count + self.every) - machine.count
+            name: 0 if name in new else counts.get(name, machine.count + self.every) - machine.count
             for name, machine in self.machines.items()
         }
         for name, machine in self.machines.items():
@@ -181,6 +195,8 @@ class _Oracle:
                 machine.train()
         for shard in range(self.shards):
             self._average([self.machines[name] for name in names], shard, steps)
+        for name, machine in self.machines.items():
+            self._moments[name, step] = copy.deepcopy(machine.optimizer.state_dict())
 
     @torch.no_grad()
     def _average(self, machines: list[_Simulated], shard: int, steps: dict[str, int]) -> None:
@@ -210,7 +226,9 @@ def compare_with_oracle(
         if not any(line["part"] for line in lines.values()):
             continue  # the beginning of the first machine
         names = next(line["part"] for line in lines.values() if line["count"] > 1)
-        oracle.outer_step(names, {name: line["count"] for name, line in lines.items()})
+        counts = {name: line["count"] for name, line in lines.items()}
+        took = {machine.name: machine.took_before(step) for machine in machines}
+        oracle.outer_step(step, names, counts, took)
         for name, line in lines.items():
             # A machine that has just come has the weights of the others.
             each = oracle.machines.get(name) or next(iter(oracle.machines.values()))
@@ -370,6 +388,28 @@ def test_a_machine_dies_while_another_one_takes_its_state(start: Callable[..., M
     assert re.search(r"the state of machine a at \S+ is unavailable: ", c.log.read_text())
     assert "keeps its own: registered object" in c.log.read_text()  # an object that cannot be sent
     assert_equal_weights(a, b, c)
+
+
+def test_the_others_train_on_while_a_machine_reads_the_state(
+    start: Callable[..., Machine],
+) -> None:
+    """Its transfer takes many rounds. It catches up with the outer steps that it has missed, which
+    give it the same bits, and takes part in the next one.
+    """
+    given: dict[str, Any] = {"options": {"outer_momentum": 0.5}}
+    a = start("a", fault=["slow", 4], sleep_s=0.05, **given)
+    a.round(2)
+    c = start("c", seed=1, sleep_s=0.05, **given)
+    a.wait_for_text("this machine gives the state of outer step")
+    began = max(a.rounds)
+    a.wait_for(lambda line: line.get("names") == ["a", "c"])
+    a.round(max(a.rounds) + 4)
+    alone = [step for step, line in a.rounds.items() if step > began and line["names"] == ["a"]]
+    assert len(alone) > 8, "a machine that reads is not waited for"
+    found = re.findall(r"c goes on from .* has read the last (\d+) of them", c.log.read_text())
+    assert len(found) == 1 and int(found[0]) > 8, c.log.read_text()[-2000:]
+    assert_equal_weights(a, c)
+    compare_with_oracle([a, c], "int4", **given)
 
 
 def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:

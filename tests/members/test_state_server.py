@@ -66,6 +66,23 @@ def test_the_state_arrives_and_is_freed_when_all_have_read_it(
     eventually(lambda: not served.serving)
 
 
+def test_a_machine_that_comes_while_another_one_reads_gets_the_same_copy(
+    server: Callable[..., StateServer],
+) -> None:
+    """A new copy would end the transfer of the first one. It catches up from the older state."""
+    served = server()
+    assert not served.serve_also(4, ["c:1"])
+    served.serve(3, b"a form", TENSORS, ["b:1"])
+    _, read = client.fetch(served.address, 3, 1.0)
+    assert served.serve_also(5, ["c:1"])
+    assert client.fetch(served.address, 5, 1.0)[0] == b"a form"
+    read(0, torch.empty(2, 3))
+    client.has_read(served.address, 3, "b:1")
+    assert served.serving
+    client.has_read(served.address, 5, "c:1")
+    eventually(lambda: not served.serving)
+
+
 def test_a_state_that_nobody_reads_is_freed(server: Callable[..., StateServer]) -> None:
     served = server(limit_s=0.2)
     served.serve(3, b"", TENSORS, ["b:1"])

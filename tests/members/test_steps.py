@@ -11,6 +11,7 @@ import pytest
 
 from commhooks import HookRunError, Torchft
 from commhooks.members.client import Client
+from commhooks.members.history import History
 from commhooks.members.numbers import Numbers
 from commhooks.members.report import Report
 from commhooks.members.round_end import RoundEnd
@@ -55,6 +56,7 @@ class Machine:
             lines=mock.Mock(),
             lighthouse=None,
             round_end=RoundEnd(Client()),
+            history=History(lambda: 1.0),
             numbers=Numbers(),
             timeout_s=lambda: 1.0,
         )

@@ -75,6 +75,11 @@ EXPLAINED = {
     ): "machines that come and go are not simulated",
     (
         "local_steps/fragments.py",
+        "replay",
+        "self.held.settle()",
+    ): "machines that come and go are not simulated",
+    (
+        "local_steps/fragments.py",
         "exchange",
         "wait_for_background(device)",
     ): "the host has waited for the outcome",

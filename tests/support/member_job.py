@@ -35,7 +35,9 @@ import commhooks
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
+from commhooks.local_steps.fragments import OuterSteps
 from commhooks.members.peers import Connections
+from commhooks.members.registered import Registered
 from commhooks.members.state_server import StateServer
 
 
@@ -141,11 +143,22 @@ def main(settings: dict) -> None:
         assert hook.members is not None
         optimizer = new_optimizer(model)
         position = [0]
+        follows = list[int]()  # while the progress of another machine is taken over
+        take_progress = Registered.take_progress
+
+        def follow(registered: Registered, content: bytes) -> None:
+            follows.append(1)
+            take_progress(registered, content)
+            follows.clear()
+
+        Registered.take_progress = follow
         hook.members.register(
             "position", lambda: list(position), lambda value: position.__setitem__(0, value[0])
         )
         hook.members.register(
-            "rank", lambda: {"of": name}, lambda value: said("took", of=value["of"])
+            "rank",
+            lambda: {"of": name, "step": hook.stats()["step"]},
+            lambda value: said("followed" if follows else "took", **value),
         )
         hook.members.register("object", lambda: [object()], lambda value: None)
         stopping: list[int] = []
@@ -279,7 +292,7 @@ def sharded_content(
 
 
 def inject(what: str, number: int) -> None:
-    begin = OuterExchange.begin
+    prepare = OuterSteps.prepare
     finite = OuterExchange.finite
     confirm = Connections.confirm
     exchanged = [0]
@@ -289,11 +302,11 @@ def inject(what: str, number: int) -> None:
     connecting = [0]
     share = CommonState.share
 
-    def new_begin(exchange: OuterExchange) -> None:
+    def new_prepare(outer: OuterSteps, *given: Any, **options: Any) -> OuterExchange:
         exchanged[0] += 1
         if exchanged[0] == number and what == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        begin(exchange)
+        return prepare(outer, *given, **options)
 
     def new_finite(exchange: OuterExchange) -> torch.Tensor:
         good = finite(exchange)
@@ -312,7 +325,11 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
 
     def new_answer(server: StateServer, reply: Any) -> None:
-        if what == "asked" and reply.request.path.endswith("/2"):  # in the middle of the state
+        path = reply.request.path
+        part = path.startswith("/state/") and path.endswith("/2")
+        if what == "slow" and part:
+            time.sleep(number)
+        if what == "asked" and part:  # in the middle of the state
             os.kill(os.getpid(), signal.SIGKILL)
         answer(server, reply)
 
@@ -332,7 +349,7 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
         return shared
 
-    OuterExchange.begin = new_begin
+    OuterSteps.prepare = new_prepare
     OuterExchange.finite = new_finite
     Connections.confirm = new_confirm
     StateServer._answer = new_answer

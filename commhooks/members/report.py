@@ -92,7 +92,7 @@ class Report:
         exchanged: whether it has ever committed an outer step, with others or alone, and not only
             healed.
         failed_heals: how often in turn it has failed to take the state of another machine.
-        left: whether it has left the training. The other fields of the report then mean nothing.
+        left: whether it has left the run. The other fields of the report then mean nothing.
     """
 
     id: str

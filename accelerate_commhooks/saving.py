@@ -40,7 +40,7 @@ from commhooks.hook.plugin_api import (
 
 logger = logger_of(__name__)
 
-_REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh memory"
+_REMEDY = "Load another checkpoint, or remove its comm_hook*.pt files to continue with fresh state"
 
 LARGE_SAVE_BYTES = 10 * 10**9
 """If a save has more bytes of residuals, over all ranks, the main process suggests

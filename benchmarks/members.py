@@ -2,11 +2,12 @@
 with restarts?
 
     python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200]
-    [--plot members.png]
+    [--every 10] [--speeds 1 0.5 0.2] [--plot members.png]
 
-Three machines of one process on this host train a small model with DiLoCo every 10 steps. A step
-takes --step-ms, most of which is sleep, so that the host can play three machines. Every
---kill-every seconds one of them is killed; 0: none.
+Three machines of one process on this host train a small model with DiLoCo every --every steps. A
+step takes --step-ms, most of which is sleep, so that the host can play three machines. Every
+--kill-every seconds one of them is killed; 0: none. A machine of --speeds 0.5 takes two --step-ms
+for a step.
 
   members   with `members="torchft"` and a lighthouse; a killed machine is started again at once
   torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0
@@ -18,7 +19,7 @@ each machine, each death and each new start; --plot draws it, and with --from FI
 run has written.
 
   trained   steps of all machines that are in the weights at the end, as a share of the steps of
-            three machines that never die or wait: seconds / step
+            three machines that never die or wait: the sum over machines of seconds * speed / step
 """
 
 import argparse
@@ -44,7 +45,6 @@ from torch import nn
 import commhooks
 
 MACHINES = 3
-EVERY = 10
 COLORS = ("#1d4ed8", "#f59e0b", "#7c3aed")
 
 
@@ -56,6 +56,8 @@ def arguments() -> argparse.ArgumentParser:
         "--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun"
     )
     made.add_argument("--step-ms", type=float, default=100)
+    made.add_argument("--every", type=int, default=10, help="steps of a round")
+    made.add_argument("--speeds", type=float, nargs=MACHINES, default=[1.0] * MACHINES)
     made.add_argument(
         "--results", type=Path, metavar="FILE", help="the last run with members, over time"
     )
@@ -84,9 +86,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder, step_s = Path(name), args.step_ms / 1e3
             job = (
-                Members(folder, step_s)
+                Members(folder, step_s, args.speeds, args.every)
                 if save_every is None
-                else Torchrun(folder, step_s, save_every)
+                else Torchrun(folder, step_s, args.speeds, args.every, save_every)
             )
             try:
                 kills, steps = job.measure(args.seconds, kill_every)
@@ -97,7 +99,7 @@ def main() -> None:
                     {"conditions": in_words(at), "seconds": args.seconds, "step_s": step_s},
                     *job.happened(),
                 ]
-        share = 100 * steps * step_s / (MACHINES * args.seconds)
+        share = 100 * steps * step_s / (sum(args.speeds) * args.seconds)
         row = {"job": job.name, "save_every": save_every, "kill_every": kill_every, "kills": kills}
         rows.append(row | {"steps": steps, "share": share})
     columns = {
@@ -120,9 +122,10 @@ class Job:
 
     name = ""
 
-    def __init__(self, folder: Path, step_s: float) -> None:
+    def __init__(self, folder: Path, step_s: float, speeds: Sequence[float], every: int) -> None:
         self.folder = folder
-        self.step_s = step_s
+        self.steps_s = [step_s / speed for speed in speeds]
+        self.every = every
         self.chance = random.Random(0)
         self.began = 0.0
         self.events: list[Row] = []
@@ -178,7 +181,9 @@ class Job:
     def started(
         self, words: Sequence[str], log: str, given: Mapping[str, object], **environment: str
     ) -> Any:
-        text = json.dumps({"folder": str(self.folder), "step_s": self.step_s} | given)
+        text = json.dumps(
+            {"folder": str(self.folder), "steps_s": self.steps_s, "every": self.every} | given
+        )
         command = [sys.executable, *words, __file__, "--worker", text]
         with (self.folder / log).open("ab") as file:
             return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | environment)
@@ -187,8 +192,8 @@ class Job:
 class Members(Job):
     name = "members"
 
-    def __init__(self, folder: Path, step_s: float) -> None:
-        super().__init__(folder, step_s)
+    def __init__(self, folder: Path, step_s: float, speeds: Sequence[float], every: int) -> None:
+        super().__init__(folder, step_s, speeds, every)
         os.environ["RUST_LOG"] = "error"  # read when it is imported
         from torchft.coordination import LighthouseServer
 
@@ -202,6 +207,7 @@ class Members(Job):
             "steps": f"{next(self.lives)}.steps",
             "lighthouse": address,
             "name": f"machine-{place}",
+            "place": place,
         }
         self.events.append({"time": time.time(), "machine": given["name"], "event": "started"})
         return self.started([], f"{place}.log", given)
@@ -229,8 +235,10 @@ class Members(Job):
 class Torchrun(Job):
     name = "torchrun"
 
-    def __init__(self, folder: Path, step_s: float, save_every: int) -> None:
-        super().__init__(folder, step_s)
+    def __init__(
+        self, folder: Path, step_s: float, speeds: Sequence[float], every: int, save_every: int
+    ) -> None:
+        super().__init__(folder, step_s, speeds, every)
         words = [
             "-m",
             "torch.distributed.run",
@@ -270,19 +278,21 @@ def _last(file: Path) -> int:
 def work(
     folder: str,
     steps: str,
-    step_s: float,
+    steps_s: Sequence[float],
+    every: int,
     lighthouse: str = "",
     name: str = "",
+    place: int = 0,
     save_every: int | None = None,
 ) -> None:
-    """Train until killed. After each outer step, append to the file `steps` how many of this
-    machine's steps are in the weights.
+    """Train until killed; a step takes `steps_s[place]` seconds. After each outer step, append to
+    the file `steps` how many of this machine's steps are in the weights.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
     trained = model
-    config = commhooks.DiLoCo(sync_every=EVERY)
+    config = commhooks.DiLoCo(sync_every=every)
     count = 0
     writes = True
     if save_every is None:
@@ -290,7 +300,8 @@ def work(
         hook = commhooks.attach(model, config, members=members)
     else:
         dist.init_process_group("gloo")
-        writes = dist.get_rank() == 0
+        place = dist.get_rank()
+        writes = place == 0
         Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
         trained = nn.parallel.DistributedDataParallel(model)
         hook = commhooks.attach(trained, config)
@@ -318,9 +329,9 @@ def work(
             began = time.monotonic()
             inputs = torch.randn(32, 256, generator=generator)
             loss = nn.functional.cross_entropy(trained(inputs), inputs[:, :10].argmax(1))
+            time.sleep(max(0.0, began + steps_s[place] - time.monotonic()))
             loss.backward()
             losses.append(loss.item())
-            time.sleep(max(0.0, began + step_s - time.monotonic()))
             optimizer.step()
             optimizer.zero_grad()
             count += 1

@@ -33,7 +33,7 @@ def errors_name_checkpoint(path: str | Path) -> AbstractContextManager[None]:
     return errors_begin_with(
         f"{path}, key {CHECKPOINT_KEY!r}",
         remedy=(
-            "Resume Lightning from another checkpoint; or, to begin with fresh memory, torch.load"
+            "Resume Lightning from another checkpoint; or, to begin with fresh state, torch.load"
             " this one, delete the key, and torch.save it"
         ),
     )

@@ -26,7 +26,7 @@ class CommHookCheckpoint(CheckpointMixin, Callback):
             and the resumed run stay bit-equal. "per_rank": every rank's residual, in the same file:
             as many model-sized copies as ranks. "drop": none.
         strict: whether resuming from a state of another hook or model is an error (the default). If
-            False, parts that do not fit start with fresh memory, and rank 0 warns once.
+            False, parts that do not fit start with fresh state, and rank 0 warns once.
 
     Raises:
         commhooks.HookConfigError: at construction, for an invalid value. When the Trainer starts,

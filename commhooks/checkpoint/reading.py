@@ -78,10 +78,10 @@ class PayloadReader:
             if strict:
                 raise PayloadError(
                     f"{text}\nstrict=False, with hook=... or in the load, gives these parameters"
-                    " fresh memory and loads the others"
+                    " fresh state and loads the others"
                 )
             if self.logs:
-                logger.warning("%s\nThese parameters start with fresh memory (strict=False).", text)
+                logger.warning("%s\nThese parameters start with fresh state (strict=False).", text)
         return [name for name in entries if name not in problems]
 
     def _read_parameter(

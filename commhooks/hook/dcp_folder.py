@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from commhooks.errors import HookRunError, PayloadError, errors_begin_with
 from commhooks.hook.comm_hook import CommHook
 
-_REMEDY = "Load another checkpoint, or remove this folder to continue with fresh memory"
+_REMEDY = "Load another checkpoint, or remove this folder to continue with fresh state"
 
 
 def nothing_saved(place: object, why: str, hook: str) -> str:

@@ -19,8 +19,8 @@ logger = logger_of(__name__)
 
 
 class NonfiniteWarning:
-    """Warns in the first such pass and names the ranks whose own gradients are not finite. All
-    ranks must run it.
+    """Warns in the first pass with nonfinite averages and names the ranks whose own gradients are
+    not finite. All ranks must run it.
 
     A hook with learned state knows by itself whether a pass is good; the averages of other hooks
     are read once more, on the CPU only. Only a bad pass needs a collective: the average is the same

@@ -124,11 +124,11 @@ class SavedState:
         if strict:
             raise PayloadError(
                 f"{text}. Attach the saved hook to continue with its memory, or pass strict=False,"
-                " with hook=... or to the load, to begin this one with fresh memory"
+                " with hook=... or to the load, to begin this one with fresh state"
             )
         if self._logs:
             logger.warning(
-                "%s: it begins with fresh memory (strict=False)%s",
+                "%s: it begins with fresh state (strict=False)%s",
                 text,
                 checkpointer.not_begun_anew,
             )

@@ -243,8 +243,9 @@ def _after_backward(listener: Callable[[], Listener | None]) -> None:
 
 
 class _BeforeForward:
-    """Tells the listener of forward passes that record gradients. References it weakly, and does
-    nothing in a copy or pickle of the module."""
+    """Tells the listener of forward passes that record gradients. Holds only a weak reference to
+    the listener; does nothing in a copy or pickle of the module.
+    """
 
     def __init__(self, listener: Listener | None = None) -> None:
         self._listener = None if listener is None else weakref.ref(listener)

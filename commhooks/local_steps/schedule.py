@@ -43,7 +43,7 @@ class Action(enum.Enum):
 
 
 class Share(enum.IntEnum):
-    """What has been copied from rank 0 since the latest pass; each includes the one before."""
+    """What has been copied from rank 0 since the latest pass; each includes the value before."""
 
     NOTHING = 0
     UNTRAINED = 1
@@ -54,7 +54,7 @@ class Share(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Rules:
-    """Holds what does not change in a training.
+    """Holds what does not change in a run.
 
     Attributes:
         start_iter: number of passes of the run, earlier processes included, in which gradients are
@@ -167,7 +167,7 @@ class Answered(Event):
 
 @dataclass(frozen=True)
 class Looked(Event):
-    """`over`: another replica has done its round; the same on all ranks of the model."""
+    """`over`: whether another replica has ended its round; the same on all ranks of the model."""
 
     over: bool
 

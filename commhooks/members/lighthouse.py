@@ -96,7 +96,9 @@ class Absent:
         with self._lock:
             for name, left in quorum:
                 if left:
-                    self._since.setdefault(name, now)
+                    # To the lighthouse, each answer is a sign of life: go on for as long as quorums
+                    # follow each other, or all would wait for this machine once.
+                    self._since[name] = now
                 else:
                     self._names[id_of(name)] = name
 

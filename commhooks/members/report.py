@@ -94,7 +94,7 @@ class Report:
         failed_heals: how often in turn it has failed to take the state of another machine.
         reads: the id of the machine whose state it has taken, and whose outer steps it reads; ""
             without.
-        left: whether it has left the training. The other fields of the report then mean nothing.
+        left: whether it has left the run. The other fields of the report then mean nothing.
     """
 
     id: str

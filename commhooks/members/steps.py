@@ -145,7 +145,7 @@ class MachinePartner:
         not match the others.
         """
         if self._left:
-            raise HookRunError("members: this machine has left the training (members.leave)")
+            raise HookRunError("members: this machine has left the run (members.leave)")
         deadline = None if limit_s is None else time.monotonic() + limit_s
         self._tell_others()
         new_round, failures = False, list[str]()

@@ -22,7 +22,7 @@ def check(compressor: Compressor[Any], shapes: Mapping[str, tuple[int, ...]] = S
     shapes on the CPU, compressing from the first step on. Needs no process group.
 
     Raises:
-        HookConfigError: `compressor` is none, for example its config or its class.
+        HookConfigError: `compressor` is not a compressor, but for example its config or its class.
         AssertionError: with one sentence for each rule of docs/own_hook.md that the compressor
             breaks.
         HookRunError: the ranks send different things, or the exchange yields or returns something

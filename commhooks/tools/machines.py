@@ -66,14 +66,12 @@ def _ask(client: Client, id: str, server: str) -> Row:
 
 
 def table(rows: Sequence[Row], now: float) -> Table:
-    made = Table(caption=None if rows else "no machine has taken part yet")
+    failures = [f"{row.name}: {row.failure}" for row in rows if row.numbers is None]
+    made = Table(caption="\n".join(failures) if rows else "no machine has taken part yet")
     for column in _COLUMNS:
         made.add_column(column, justify="left" if column == "machine" else "right")
     for row in sorted(rows, key=lambda row: row.name):
-        if row.numbers is None:
-            made.add_row(row.name, row.failure)
-        else:
-            made.add_row(row.name, *_cells(row.numbers, now))
+        made.add_row(row.name, *([] if row.numbers is None else _cells(row.numbers, now)))
     return made
 
 

@@ -115,7 +115,7 @@ def measure(
     """
     if group.size() == 1:
         raise CommandError(
-            "there is one rank, and no network to measure: start as many as the run will have"
+            "there is one rank, and no network to measure: start as many ranks as the run will have"
         )
     began = time.perf_counter()
     on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"

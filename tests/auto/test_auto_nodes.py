@@ -95,7 +95,7 @@ def _as_by_name(options: dict[str, Any], count: int) -> dict[str, Any]:
         (_on_an_accelerator, {"tried_s": 0.9}, 2, "bf16 between nodes"),
     ],
 )
-def test_between_nodes_the_choice_trains_as_by_name(
+def test_between_nodes_the_chosen_hook_trains_as_if_named(
     run_ranks: Any, train: Callable[..., Any], options: dict[str, Any], count: int, label: str
 ) -> None:
     ranks = run_ranks(train, options, count, world_size=4)
@@ -145,7 +145,7 @@ def _offered() -> list[tuple[set[str], int]]:
     return results
 
 
-def test_candidates_work_between_nodes_where_there_are_some(run_ranks: Any) -> None:
+def test_candidates_compress_between_nodes_if_there_are_several(run_ranks: Any) -> None:
     labels = ("bf16", "int8", "int4", "powerSGD rank 16")
     for rank in run_ranks(_offered, world_size=4):
         for (labels_known, ranks_per_node), (*_, nodes) in zip(rank, ARRANGEMENTS, strict=True):

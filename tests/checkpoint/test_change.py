@@ -255,7 +255,7 @@ def test_the_parameters_of_another_model_are_listed_or_begin_anew(
             assert any(line.startswith(f"  {name}: {problem}") for line in lines), name
         assert (
             last
-            == "strict=False, with hook=... or in the load, gives these parameters fresh memory and"
+            == "strict=False, with hook=... or in the load, gives these parameters fresh state and"
             " loads the others"
         )
         # Every parameter that has not changed keeps its residual.
@@ -268,7 +268,7 @@ def test_the_parameters_of_another_model_are_listed_or_begin_anew(
         assert torch.equal(rank["weights"], ranks[0]["weights"])
     (warning,) = ranks[0]["warnings"]
     assert all(f"  {name}: {problem}" in warning for name, problem in problems.items())
-    assert "These parameters start with fresh memory (strict=False)." in warning
+    assert "These parameters start with fresh state (strict=False)." in warning
     assert ranks[1]["warnings"] == []
 
 
@@ -326,7 +326,7 @@ def test_the_state_of_another_hook_is_refused_or_forgotten(
             refused["error"]
             == f"the saved state is of hook {old}, but this hook is {new}. Attach the saved hook to"
             " continue with its memory, or pass strict=False, with hook=... or to the load, to"
-            " begin this one with fresh memory"
+            " begin this one with fresh state"
         )
         assert refused["untouched"]
         assert rank["forgotten"] and rank["step"] == 0
@@ -338,7 +338,7 @@ def test_the_state_of_another_hook_is_refused_or_forgotten(
             assert torch.equal(rank["weights"], rank["fresh"])
     (warning,) = ranks[0]["warnings"]
     text = (
-        f"the saved state is of hook {old}, but this hook is {new}: it begins with fresh memory"
+        f"the saved state is of hook {old}, but this hook is {new}: it begins with fresh state"
         " (strict=False)"
     )
     expected = f"commhooks: {text}"

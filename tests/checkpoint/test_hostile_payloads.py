@@ -51,7 +51,7 @@ RESIDUAL = ["'5.weight'", "['residual']"]
 REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
     "not a payload": (
         dict.clear,
-        ["not the state of a commhooks hook", "To begin with fresh memory, leave out this load"],
+        ["not the state of a commhooks hook", "To begin with fresh state, leave out this load"],
     ),
     "no step": (lambda p: p.pop("step"), ["'step'"]),
     "negative step": (_top(step=-1), ["'step'", "-1"]),

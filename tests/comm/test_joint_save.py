@@ -70,7 +70,7 @@ def _alone() -> dict[str, Any]:
     }
 
 
-def test_one_rank_saves_alone(run_ranks: Any) -> None:
+def test_a_rank_that_saves_alone_gets_an_inexact_state(run_ranks: Any) -> None:
     results = run_ranks(_alone)
     assert results[0]["first"] == INEXACT
     assert NOBODY_COMES_S <= results[0]["waited"] < LIMIT_S / 2

@@ -133,9 +133,7 @@ def test_labels_are_upper_bounds_until_the_host_has_read_the_outcomes(cuda: Cuda
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])
-def test_statistics_are_logged_at_every_so_many_steps(
-    cuda: Cuda, on_cuda: bool, caplog: Any
-) -> None:
+def test_statistics_are_logged_at_their_frequency(cuda: Cuda, on_cuda: bool, caplog: Any) -> None:
     options = {"start_powerSGD_iter": 0, "compression_stats_logging_frequency": 2}
     ddp = wrap(mlp())
     commhooks.attach(ddp, "powerSGD", hook_options=options)

@@ -9,7 +9,7 @@ from commhooks.gradients.ddp import stop_buffer_broadcasts
 
 
 @pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
-def test_the_attribute_of_either_version_is_set(name: str) -> None:
+def test_the_attribute_of_either_version_is_set_to_false(name: str) -> None:
     model = SimpleNamespace(**{name: True})
     stop_buffer_broadcasts(model)
     assert vars(model) == {name: False}

@@ -425,7 +425,7 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("rule", ROWS)
-def test_what_events_lead_to(rule: str) -> None:
+def test_events_lead_to_the_expected_actions(rule: str) -> None:
     rules, script, expected = ROWS[rule]
     words = script.split()
     rank = Rank(rules, NEW if words[0] == "NEW" else State())

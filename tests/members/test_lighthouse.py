@@ -245,12 +245,14 @@ def test_heartbeats_do_not_need_the_gil(machine: Callable[..., Simulated]) -> No
 def test_whom_a_machine_answers_for() -> None:
     absent = Absent()
     absent.seen([("a:1", False), ("b:1", True), ("c#x:1", False)], now=10.0)
-    assert absent.names(15.9) == ["b:1"] and absent.names(16.1) == []
-    assert absent.has_died("c#x:1", now=20.0) == "c#x:1" and absent.names(25.9) == ["c#x:1"]
+    absent.seen([("b:1", True)], now=14.0)
+    assert absent.names(19.9) == ["b:1"], "the lighthouse declares it alive since the answer"
+    assert absent.names(20.1) == []
+    assert absent.has_died("c#x:1", now=21.0) == "c#x:1" and absent.names(26.9) == ["c#x:1"]
     again = next_name("c#x:1")
     assert again == "c#x:1#1" and next_name(again) == "c#x:1#2" and id_of(again) == "c#x:1"
-    absent.seen([(again, False)], now=21.0)
-    assert absent.has_died("c#x:1", now=22.0) is None, "it was wrong before"
+    absent.seen([(again, False)], now=22.0)
+    assert absent.has_died("c#x:1", now=23.0) is None, "it was wrong before"
 
 
 def test_the_page_of_the_lighthouse_says_that_others_train(

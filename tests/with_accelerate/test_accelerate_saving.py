@@ -427,7 +427,7 @@ def test_another_hook_is_an_error_unless_strict_is_off(
         )
         == 2
     )
-    assert any("begins with fresh memory (strict=False)" in line for line in lines)
+    assert any("begins with fresh state (strict=False)" in line for line in lines)
     assert not any("strict=False" in line for line in others)
 
 

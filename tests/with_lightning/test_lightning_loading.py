@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_hook_or_model_begins_with_fresh_memory(
     for rank in ranks:
         assert rank["start"] == [0 if kind == "hook" else SAVED_AT]
         assert_equal(rank["final"], ranks[0]["final"])
-    assert any("fresh memory" in warning for warning in ranks[0]["warnings"])
+    assert any("fresh state" in warning for warning in ranks[0]["warnings"])
 
 
 def _from_damaged(root: str) -> dict[str, str]:

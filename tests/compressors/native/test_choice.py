@@ -152,7 +152,7 @@ def test_the_kernel_may_change_with_a_resume(run_ranks: Any) -> None:
 
 @needs_compiler
 @joins_operations
-def test_a_build_is_known_by_its_bits() -> None:
+def test_another_build_of_the_kernel_gives_other_bits() -> None:
     usual = cpu.results_of(torch.float32)
     assert cpu.results_of(torch.float32) == usual
     with another_library(*OTHER_BUILD):

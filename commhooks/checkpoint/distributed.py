@@ -177,7 +177,7 @@ def fitted_to_shard(payloads: Sequence[dict[str, Any]], source: GradientSource) 
 
 
 def _sharded_otherwise(payloads: Sequence[dict[str, Any]], source: GradientSource) -> bool:
-    """Return whether a parameter was sharded along another dimension than now."""
+    """Return whether a parameter was sharded along a different dimension when saved."""
     for name in source.names.named_parameters():
         shapes = [
             payload["parameters"][name]["shape"]

@@ -34,7 +34,7 @@ def check_header(payload: object) -> dict[str, Any]:
         raise PayloadError(
             f"this is not the state of a commhooks hook (a {type(payload).__name__} without"
             " format='commhooks'); expected what a hook's state_dict returned. To begin with fresh"
-            " memory, leave out this load"
+            " state, leave out this load"
         )
     if not _is(payload.get("version"), VERSION):
         raise PayloadError(

@@ -54,7 +54,7 @@ class Share(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Rules:
-    """Holds what does not change in a run.
+    """Holds what does not change during a run.
 
     Attributes:
         start_iter: number of passes of the run, earlier processes included, in which gradients are
@@ -391,7 +391,7 @@ def _due(state: State) -> State:
 
 
 def _comes_late(rules: Rules, state: State) -> bool:
-    """Return whether what is due waits for the optimizers no longer. Before the first round it
+    """Return whether what is due no longer waits for the optimizers. Before the first round it
     waits for `sync_every` passes, in which gradients may accumulate, or optimizers take turns."""
     return state.phase is Phase.DUE and (
         state.joined or state.ended - state.due_at >= rules.sync_every

@@ -223,7 +223,7 @@ def pairs_to_measure(machines: Sequence[Sequence[int]]) -> list[tuple[int, int]]
     """Return all pairs of ranks, or fewer if there are more than `MOST`.
 
     Then there is one pair per two machines, and one inside a machine; if that is still too many,
-    each machine with the next. `machines`: the ranks of each.
+    each machine is paired with the next only. `machines`: the ranks of each.
     """
     every = list(itertools.combinations(sorted(itertools.chain(*machines)), 2))
     if len(every) <= MOST:

@@ -174,7 +174,7 @@ def test_the_same_options_change_nothing(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["int8", POWER])
-def test_another_exclude_counts_after_a_resume(label: str) -> None:
+def test_a_changed_exclude_takes_effect_after_a_resume(label: str) -> None:
     now = _decided(label)
     made = _resumed(now, exclude=["*embed*"])
     assert _measures(made, now) and made.candidate.label == label

@@ -316,7 +316,7 @@ def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
-def test_no_rank_waits_for_ever_for_a_rank_that_could_not_load(run_ranks: Any) -> None:
+def test_no_rank_waits_forever_for_a_rank_that_could_not_load(run_ranks: Any) -> None:
     (refused, _), (lost, seconds) = run_ranks(_one_rank_refuses, False)
     assert "holds inf or NaN" in refused
     assert "load on every rank, or on none" in lost

@@ -493,7 +493,9 @@ def _reads_of_another_stream(accelerator: Accelerator, waits: bool, part: slice)
     [(False, slice(3, 5), True), (True, slice(3, 5), False), (False, slice(0, 4), False)],
     ids=["no wait", "a wait", "other bytes"],
 )
-def test_it_finds_a_read_that_does_not_wait(waits: bool, part: slice, faulty: bool) -> None:
+def test_the_simulator_finds_a_read_that_does_not_wait(
+    waits: bool, part: slice, faulty: bool
+) -> None:
     with simulated_accelerator() as accelerator:
         faults = _reads_of_another_stream(accelerator, waits, part)
     assert [fault.partition(" (")[0] for fault in faults] == [

@@ -534,7 +534,7 @@ def test_a_secret(start: Callable[..., Machine]) -> None:
     d = start("d", variables={"COMMHOOKS_SECRET": "another horse battery"})
     a.wait_for(lambda line: line.get("part") == ["a", "b"])
     for machine, sentence in (
-        (c, r"machine c has no secret, and machine [ab] has one: give it the same by COMMHOOKS_"),
+        (c, r"machine c has no secret, and machine [abd] has one: give it the same by COMMHOOKS_"),
         (d, r"machine d has another secret than machine [ab]: start it with the same$"),
     ):
         end = machine.end()

@@ -213,9 +213,9 @@ EXPLAINED = {
         "return largest / self.levels * (1 - 5 * torch.finfo(dtype).eps)",
     ): "any few eps leave room for rounding",
     (
-        "commhooks/local_steps/fragments.py",
-        "if number is not None or len(self._fragments) == 1:",
-        "if number is not None or len(self._fragments) == 0:",
+        "commhooks/local_steps/workspaces.py",
+        "if len(self._fragments) == 1:",
+        "if len(self._fragments) == 0:",
     ): "the buffers of the only fragment are kept; made anew they are the same",
     (
         "commhooks/checkpoint/payload.py",

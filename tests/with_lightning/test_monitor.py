@@ -250,7 +250,7 @@ def test_gradients_are_measured_before_clipping_and_after_unscaling(
         assert scaled[name][step] == pytest.approx(plain[name][step], rel=0.1)
 
 
-def test_another_strategy_is_warned_about_once(ranks: list[dict[str, Any]]) -> None:
+def test_a_monitor_with_another_strategy_warns_once(ranks: list[dict[str, Any]]) -> None:
     got = ranks[0]["other strategy"]
     assert len(got["warnings"]) == 1 and "DDPStrategy" in got["warnings"][0]
     assert not any(name.startswith("commhooks/") for name in got["logged"])

@@ -284,7 +284,9 @@ def test_a_model_that_is_not_in_ddp_is_an_error(tmp_path: Path) -> None:
             trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "accelerate_commhooks.transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
     sentence = (

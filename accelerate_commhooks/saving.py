@@ -7,7 +7,8 @@ which the main process writes, and one file per rank:
     comm_hook.pt        comm_hook_rank0.pt      comm_hook_rank1.pt      the first model with a hook
     comm_hook_1.pt      comm_hook_1_rank0.pt    comm_hook_1_rank1.pt    the second
 
-No rank waits for another, so that a save on the main process alone does not hang.
+With "per_rank" and "drop" no rank waits for another. With "mean" a save waits for at most
+`joint_save_limit_s`, so that one on the main process alone does not hang either.
 docs/checkpoint_format.md describes the files. A model sharded by FSDP2 has a folder, `comm_hook` or
 `comm_hook_1`, which all ranks write together.
 """
@@ -172,8 +173,8 @@ class HookSaver:
     def load(self, folder: str) -> None:
         """Load the files of `save` into the hooks of the prepared models.
 
-        All ranks must call this. Raises PayloadError, and changes nothing, if a file is damaged or
-        does not fit.
+        All ranks must call this. Raises PayloadError, and changes nothing on this rank, if a file
+        is damaged or does not fit. The other ranks notice at the next backward pass.
         """
         # Check everything before applying anything, so that an error leaves all models unchanged.
         take_over: list[Callable[[], None]] = []

@@ -56,6 +56,7 @@ def split(
             for name, entry in entries.items()
             if entry["residual"] is not None
         }
+        # []: the residual is in the ranks' parts; without them it counts as missing
         without = {
             name: entry | {"residual": [] if shares or name in residuals else None}
             for name, entry in entries.items()

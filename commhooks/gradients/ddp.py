@@ -64,6 +64,8 @@ class BucketReader:
         parameters = checked.parameters()
         task = current_task()
         is_new_task = task != self._task
+        # An ordinary pass comes here once. Only a second index 0 in the same task means
+        # static_graph. Task -1: no backward pass is running.
         if index == 0 and not is_last and task != -1:
             if is_new_task:
                 self._read = 0
@@ -78,8 +80,8 @@ class BucketReader:
                 index = self._index + 1
             self._read += len(parameters)
             is_last = self._read == self._parameters
-        # The index increases within a pass. After a pass that ended in an exception, `_index` is
-        # not reset.
+        # The index increases within a pass, and `_NO_BUCKET_YET` is larger than any. After a pass
+        # that ended in an exception, `_index` is not reset.
         is_first = index <= self._index
         self._index = _NO_BUCKET_YET if is_last else index
         self._task = task

@@ -1,5 +1,5 @@
-"""The kinds of hooks. Each prepares itself from a request and, once all ranks have agreed on it, is
-built.
+"""Find the module that runs a request: `compressor_hook`, `function_hook`, `local_steps_hook` or
+`shards_hook`. It prepares the hook and, once all ranks have agreed on the request, builds it.
 """
 
 import importlib
@@ -30,7 +30,7 @@ class Prepared:
         compressor: the ranks compare its plan and choose a kernel for it; None for a user's
             function.
         build: makes the hook, given the kernel of all ranks. All ranks of the model must call it.
-        state: an object that must live as long as the model.
+        state: the state of a user's function; None for compressors.
     """
 
     compressor: Compressor[Any] | None
@@ -44,10 +44,13 @@ def prepared(
     """Prepare the hook of a request. `total_steps`: see `attach`. Raises HookConfigError if the
     request cannot be served for this model.
     """
-    kind = HookConfig.kind if request.config is None else request.config.kind
     if request.shards_alone:
         kind = SHARDS
-    elif request.config is None and not request.off:
+    elif request.config is not None:
+        kind = request.config.kind
+    elif request.off:
+        kind = HookConfig.kind  # no hook is registered; the ranks are only compared
+    else:
         kind = FUNCTION
     made: Prepared = importlib.import_module(kind).prepare(request, source, binding, total_steps)
     return made

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 
 from commhooks.errors import HookConfigError, invalid
-from commhooks.members.secret import check_secret
 from commhooks.options import as_python, check_choice
 
 __all__ = ["Torchft"]
+LEAST_CHARACTERS = 16
+"""Of a secret."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,15 @@ class Torchft:
                     f"Torchft: secret is a {type(self.secret).__name__}; expected a text, or None"
                 )
             check_secret(self.secret, "Torchft: secret")
+
+
+def check_secret(secret: str, where: str) -> None:
+    """Raise HookConfigError, without the secret, if it is too short to be one."""
+    if len(secret) < LEAST_CHARACTERS:
+        raise HookConfigError(
+            f"{where} has {len(secret)} characters; expected {LEAST_CHARACTERS} or more:"
+            " `openssl rand -hex 16` makes one"
+        )
 
 
 def torchft_of(given: object) -> Torchft | None:

@@ -12,23 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commhooks.errors import HookConfigError
+from commhooks.members.options import check_secret
 
 VARIABLE = "COMMHOOKS_SECRET"
 HEADER = "X-Commhooks-Proof"
 PROOF_BYTES = 32
-LEAST_CHARACTERS = 16
 _CLOCKS_DIFFER_S = 300.0
 """How old a request may be, with the difference between the clocks of two machines."""
-
-
-def check_secret(secret: str, where: str) -> None:
-    """Raise HookConfigError, without the secret, if it is too short to be one."""
-    if len(secret) < LEAST_CHARACTERS:
-        raise HookConfigError(
-            f"{where} has {len(secret)} characters; expected {LEAST_CHARACTERS} or more:"
-            " `openssl rand -hex 16` makes one"
-        )
 
 
 def key_of(option: str | None) -> "Key | None":

@@ -1,18 +1,16 @@
 """Select the kernel with which hooks compute on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
-if TYPE_CHECKING:
-    from commhooks.compressors.base import Compressor
-    from commhooks.engine.kernel_choice import KernelChoice
+from commhooks.compressors.base import Compressor
+from commhooks.engine.kernel_choice import KernelChoice, KernelSupport, choose
+from commhooks.errors import HookConfigError
 
 
 @contextlib.contextmanager
@@ -28,11 +26,6 @@ def use_own_kernel(
     """Compute with the kernel that this machine prefers, if there are no other ranks. Raises
     HookConfigError if this machine cannot compress gradients of `dtypes` on `device`.
     """
-    # Here, because `tests/stress/compare_versions.py` imports this module beside other versions of
-    # the packages.
-    from commhooks.engine.kernel_choice import KernelSupport, choose
-    from commhooks.errors import HookConfigError
-
     choice = choose([KernelSupport.of(compressor, device, dtypes)], 0, HookConfigError)
     compressor.native = choice.native
     return choice

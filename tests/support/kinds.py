@@ -1,17 +1,12 @@
 """The compressors for which every guarantee is tested: the built-in ones, their variants and
-wrappers, and the example of a user's own. A new compressor is added to `KINDS`. This is plain data:
-`tests/stress/compare_versions.py` reads it beside other versions of the packages.
+wrappers, and the example of a user's own. A new compressor is added to `KINDS`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.kernels import computing_with
-
-if TYPE_CHECKING:
-    from tests.support.training import Run
+from tests.support.training import Run
 
 START = 2
 RANDOM_K = "examples.random_k:RandomKCompressor"
@@ -36,11 +31,6 @@ class Kind:
     kernel: str = "native"
 
     def new(self, **more: Any) -> Run:
-        # here: it looks behind the public names of one version
-        from tests.support.training import (
-            Run,
-        )
-
         with computing_with(self.kernel):
             return Run.new(
                 hook=self.hook, hook_options=self.options or None, wrapper=self.wrapper, **more

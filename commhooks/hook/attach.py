@@ -26,7 +26,7 @@ from commhooks.hook.comm_hook import CommHook
 from commhooks.hook.kinds import prepared
 from commhooks.hook.protocol import Hook
 from commhooks.hook.request_check import check_arrangement, check_on_all_ranks
-from commhooks.hook.sources import source_of
+from commhooks.hook.sources import source_for
 from commhooks.options import HookConfig, check_choice
 from commhooks.request import SAVE_RESIDUAL, HookRequest, arguments_in, suggests_arguments
 
@@ -161,25 +161,10 @@ def attach_request(
             " for example scaler.get_scale, or None"
         )
     total_steps = request.total_steps if total_steps is None else total_steps
-    machines_change = request.members is not None
-    if machines_change and not dist.is_initialized():
-        _process_group_of_one(model)
-    alone = request.shards_alone and replicate_group is None and isinstance(model, FSDPModule)
-    if alone:
-        from commhooks.hook.shards_hook import source_without_replicas
-
-        source = source_without_replicas(model, process_group)
-    else:
-        source = source_of(
-            model,
-            process_group,
-            replicate_group,
-            unwrapped=request.averages_weights,
-            one_replica=machines_change,
-            accumulates=accumulates,
-        )
+    source = source_for(request, model, process_group, replicate_group, accumulates)
     check_arrangement(request, source)
-    if (request.off or request.shards_alone) and not source.from_ddp and not alone:
+    between_replicas = replicate_group is not None or not request.shards_alone
+    if (request.off or request.shards_alone) and not source.from_ddp and between_replicas:
         request = request.as_plain_average()
     hook, state = _agreed_hook(request, source, loss_scale, total_steps)
     attached = CommHook(request, hook, source, _shards_of(request, hook, source))
@@ -227,10 +212,3 @@ def _shards_of(request: HookRequest, hook: Hook, source: GradientSource) -> Any:
     from commhooks.hook.shards_hook import ShardsHook, attach_shards
 
     return hook.shards if isinstance(hook, ShardsHook) else attach_shards(request, source)
-
-
-def _process_group_of_one(model: torch.nn.Module) -> None:
-    """Make the default process group for a machine with one process, if there is none."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

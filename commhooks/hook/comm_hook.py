@@ -172,28 +172,10 @@ class CommHook:
     def stats(self) -> dict[str, Any]:
         """Return the counters of this rank since `attach`.
 
-        Bytes are the sizes of the tensors passed to collectives. Synchronises with the accelerator
-        if the outcome of recent steps is unread. A value is None if it is unknown (the bytes of a
-        user's function) or does not exist for this hook:
-
-        - `shards`: what FSDP2's own collectives have sent, if they are compressed: "gathers",
-          "scatters", "bytes_sent", "bytes_sent_last_step", "bytes_inside_nodes",
-          "bytes_uncompressed", "memory_bytes" (of buffers for messages), "kernel".
-        - `so_far`: the counters that a checkpoint holds, including earlier runs.
-        - `kernel`: "native" for a native kernel, "torch" otherwise.
-        - `chosen`, `chosen_at`: for "auto", the chosen hook, and the step at which it was chosen.
-        - `step_in_round`: for hooks that average weights, steps in the current round. Their `step`
-          and `nonfinite_steps` count outer steps: committed, and discarded.
-        - `members`: with live membership, the number of machines in the current round. Of this
-          machine, `members_steps_per_s` in the latest round, `members_weight` in the latest outer
-          step (0 to 1), `members_waited_s`, the seconds of waiting for others, and `members_since`,
-          the time (Unix) when it came.
-        - `outer_gradient_norm`, `outer_gradient_cosine`: the norm of the latest outer gradient, and
-          its cosine with the previous one, computed from every 64th element.
-        - `codec_s`: seconds inside the hook without waiting. `waiting_s`: seconds of waiting for
-          collectives and slower ranks; for hooks without learned state, from the last hook call to
-          the completion of the last future. Measured on the host; on CUDA by events; None on other
-          accelerators. The small collectives after a start or a load do not count.
+        docs/working.md ("The counters of stats()") explains the keys. Bytes are the sizes of the
+        tensors passed to collectives. A value is None if it is unknown (the bytes of a user's
+        function) or does not exist for this hook. Synchronises with the accelerator if the outcome
+        of recent steps is unread.
         """
         shards = None if self._shards is None else self._shards.stats()
         return statistics(self.name, self._hook, self._source) | {"shards": shards}

@@ -13,6 +13,40 @@ from commhooks.errors import AttachError, HookConfigError
 from commhooks.gradients.ddp import DDPGradients
 from commhooks.gradients.source import GradientSource, PlainGradients
 from commhooks.gradients.torch_private import compiled_from, ddp_under
+from commhooks.request import HookRequest
+
+
+def source_for(
+    request: HookRequest,
+    model: torch.nn.Module,
+    process_group: dist.ProcessGroup | None,
+    replicate_group: DeviceMesh | dist.ProcessGroup | None,
+    accumulates: Callable[[], bool] | None,
+) -> GradientSource:
+    """Make the source of the gradients of `model` for a request; see `attach_request`. Makes the
+    default process group for a machine with one process, if machines come and go.
+    """
+    machines_change = request.members is not None
+    if machines_change and not dist.is_initialized():
+        _process_group_of_one(model)
+    if request.shards_alone and replicate_group is None and isinstance(model, FSDPModule):
+        from commhooks.hook.shards_hook import source_without_replicas
+
+        return source_without_replicas(model, process_group)
+    return source_of(
+        model,
+        process_group,
+        replicate_group,
+        unwrapped=request.averages_weights,
+        one_replica=machines_change,
+        accumulates=accumulates,
+    )
+
+
+def _process_group_of_one(model: torch.nn.Module) -> None:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def source_of(

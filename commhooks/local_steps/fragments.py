@@ -21,6 +21,7 @@ from commhooks.engine.state import LearnedState
 from commhooks.engine.streams import in_background, wait_for_background, wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
+from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.exchange import OuterExchange
@@ -207,7 +208,23 @@ class OuterSteps(ExchangeDriver):
                 for slot in work.layout.slots:
                     self.state[ANCHOR.key][slot.name].copy_(slot.of(flat))
                 write_back(work.layout, flat)
+            if self.compressor.config.outer_momentum:
+                self._share_momentum(work.layout, exchanged=bool(exchange.buffers))
         exchange.write_weights()
+
+    def _share_momentum(self, layout: BucketLayout, *, exchanged: bool) -> None:
+        """Copy the momentum of a buffer from rank 0 to all ranks of the model, which may all save
+        it.
+        """
+        momentum = self.state[MOMENTUM.key]
+        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        for slot in layout.slots if exchanged else ():
+            slot.of(flat).copy_(momentum[slot.name])
+        broadcast_first(flat, self.consensus.binding.group(), self.counters, "the outer step")
+        if not exchanged:
+            names = [slot.name for slot in layout.slots]
+            momentum.update({slot.name: slot.of(flat).clone() for slot in layout.slots})
+            self.place_state(names)
 
     # ---- what they share
     # ---------------------------------------------------------------------------------------------

@@ -634,10 +634,16 @@ def test_resume_with_other_machines(start: Callable[..., Machine]) -> None:
 
 
 def test_resume_of_a_machine_of_two_ranks(start: Callable[..., Machine]) -> None:
-    """Its residual is that of rank 0, which alone exchanges."""
-    saved = state_in(start("a", world=2, rounds=4, save=True), "saved")
-    assert saved["exact"] and saved["residual"][0] > 0
-    c = start("c", world=2, load="a", rounds=6)
+    """Its residual is that of rank 0, which alone exchanges. Anchor and momentum are those of both
+    ranks, so that either may save.
+    """
+    given = {"world": 2, "buffer_bytes": 64, "options": {"outer_momentum": 0.5}}
+    a = start("a", rounds=4, save=True, **given)
+    saved = state_in(a, "saved")
+    assert saved["exact"] and saved["residual"][0] > 0 and saved["outer_momentum"][0] == 4
+    other = a.wait_for(lambda line: line["what"] == "saved" and line["local_rank"] == 1)["state"]
+    assert all(other[key] == saved[key] for key in ("step", "anchor", "outer_momentum"))
+    c = start("c", load="a", rounds=6, **given)
     assert state_in(c, "loaded") == saved
     assert c.end()["step"] == 6
 

@@ -37,6 +37,7 @@ ALONE = {
     "launches": "",
     "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
     "memory": "",
+    "shards_loss": "",
     "size": "--hooks powerSGD",
 }
 OVER_A_LINK = {

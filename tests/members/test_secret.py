@@ -71,10 +71,8 @@ def test_a_refused_request_is_logged_once_for_each_address_and_reason(
         )
     server.close()
     said = [record.getMessage() for record in caplog.records]
-    assert said[:2] == [
-        "commhooks: members: a request from 127.0.0.1 is refused: the request has no proof of the secret",
-        "commhooks: members: a request from 127.0.0.1 is refused: the request has another secret",
-    ]
+    begin = "commhooks: members: a request from 127.0.0.1 is refused: the request has"
+    assert said[:2] == [f"{begin} no proof of the secret", f"{begin} another secret"]
     assert len(said) == 100 and not any(
         SECRET in line or "another secret " in line for line in said
     )

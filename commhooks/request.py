@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.comm.packing import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.errors import (

@@ -10,7 +10,7 @@ from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource, HookCallbacks
 from commhooks.hook.listeners import listeners_of
 from commhooks.hook.protocol import Hook
-from commhooks.hook.saved_state import SavedState
+from commhooks.hook.state_saver import StateSaver
 from commhooks.hook.statistics import log_first_pass, statistics
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
@@ -47,7 +47,7 @@ class CommHook:
         self._shards = shards
         self._rank, self._world_size = source.group.rank(), source.group.size()
         self._logs = is_logging_rank(source.group, source.shard_group)
-        self._saved = SavedState(request, hook, source, logs=self._logs)
+        self._saved = StateSaver(request, hook, source, logs=self._logs)
         logs_use = self._logs and self._world_size > 1
         self._unused = UnusedWarning(request.name, hook, source.stepped(), logs=logs_use)
         self._quiet = False

@@ -8,7 +8,7 @@ from torch.optim.optimizer import Optimizer
 
 from commhooks.comm.collectives import new_future
 from commhooks.comm.groups import is_logging_rank
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.gradients.layout import Bucket

@@ -38,6 +38,7 @@ ALONE = {
     "members": "--seconds 3 --kill-every 4 --jobs members torchft-DiLoCo"
     " --results rows.jsonl --plot figures.png",
     "memory": "",
+    "shards_loss": "",
     "size": "--hooks powerSGD",
 }
 OVER_A_LINK = {

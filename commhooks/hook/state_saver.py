@@ -13,7 +13,7 @@ from commhooks.request import SAVE_RESIDUAL, HookRequest
 logger = logger_of(__name__)
 
 
-class SavedState:
+class StateSaver:
     """Implements `CommHook.state_dict` and `CommHook.prepare_load`.
 
     Args:

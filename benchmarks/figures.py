@@ -130,9 +130,9 @@ FIGURES = {
         stored="benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
     ),
     "members": Figure(
-        "benchmarks/members.py --seconds 90 --json FOLDER/members.json --results"
+        "benchmarks/members.py --json FOLDER/members.json --results"
         " FOLDER/members.jsonl --plot FOLDER/members.png",
-        10,
+        8,
         ("docs/members.md#what-a-death-costs",),
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",

@@ -3,11 +3,11 @@
     python benchmarks/shards_loss.py [--settings "weights=int8 gradients=int8 block=128" ...]
                                      [--seeds 0 1 2 3 4] [--ranks 4]
 
-The language model of language_model.py, sharded over ranks that are simulated in one process, with
-the codec of commhooks.sharded: all ranks compute with the decoded weights, every rank's gradient of
-another rank's shard is encoded, and the optimizer changes exact shards. Vectors stay exact. A
-setting is a list of `name=value`; `Setting` has the defaults. What is no option of
-`commhooks.Shards` was tried here and is not offered.
+The language model of language_model.py, narrower (0.5 M parameters), is sharded over ranks that are
+simulated in one process, with the codec of commhooks.sharded: all ranks compute with the decoded
+weights, every rank's gradient of another rank's shard is encoded, and the optimizer changes exact
+shards. Vectors stay exact. A setting is a list of `name=value`; `Setting` has the defaults. What is
+no option of `commhooks.Shards` was tried here and is not offered.
 
 The batch of a step is divided among the ranks, so all settings see the same data. Finished runs are
 appended to --results and not repeated: the whole table takes hours, and can be interrupted.
@@ -49,6 +49,7 @@ from commhooks.sharded.codec import Codec
 from commhooks.sharded.layout import RowLayout, UnitParameter, row_layout
 from commhooks.sharded.memory import Memory
 
+WIDTH, LAYERS = 96, 4
 CPU = torch.device("cpu")
 FORMS = {"int8": 8, "int4": 4}
 
@@ -148,8 +149,8 @@ class Shards:
     """
 
     def __init__(self, count: int, setting: Setting) -> None:
-        self.exact = ByteTransformer()
-        self.model = ByteTransformer()
+        self.exact = ByteTransformer(WIDTH, LAYERS)
+        self.model = ByteTransformer(WIDTH, LAYERS)
         self.count = count
         parameters = [
             UnitParameter((name,), tuple(p.shape), p.dtype, p.dtype, p.dtype, p.numel() // count)
@@ -266,7 +267,7 @@ def main() -> None:
     )
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     arguments.add_argument("--ranks", type=int, default=4, help="2, 4 or 8")
-    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--steps", type=int, default=1000)
     arguments.add_argument(
         "--results", type=Path, default=Path("shards_loss.jsonl"), help="finished runs"
     )

@@ -294,7 +294,7 @@ class HookRequest:
             raise HookConfigError(
                 "members with ranks_per_node: the ranks of a machine are known; leave it out"
             )
-        for name, value in {"start_iter": 0, "fragments": 1, "delay": 0}.items():
+        for name, value in {"start_iter": 0, "fragments": 1}.items():
             if getattr(config, name) != value:
                 raise HookConfigError(
                     f"members with {name}={getattr(config, name)!r}; expected {value}, because all"

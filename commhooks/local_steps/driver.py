@@ -23,6 +23,7 @@ from commhooks.local_steps.events import TrainingEvents, WeightSample
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.notices import Notices, refuse_repeated_pass
 from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Action, Event, State
 
 
@@ -147,7 +148,7 @@ class LocalStepsDriver:
 
     def on(self, event: Event, limit_s: float | None = None) -> None:
         """Take an event, and do what is due now. All ranks must be at the same point of the
-        training if it communicates. `limit_s`: see `Partner.end_round`."""
+        training if it communicates. `limit_s`: see `Due`."""
         if isinstance(event, schedule.ForwardBegins):
             self.thread = threading.get_ident()
             self._check_repeated_pass()
@@ -205,19 +206,14 @@ class LocalStepsDriver:
     def _outer_step(self, action: Action, limit_s: float | None) -> Event:
         """Send, apply or exchange a fragment."""
         self._source.before_weights_change()
+        fragment = None if action is Action.EXCHANGE_ALL else self.state.turn
+        due = Due(fragment=fragment, trained=self.state.trained, limit_s=limit_s)
         match action:
             case Action.SEND:
-                self.outer.send(self.state.turn)
-                return schedule.Sent()
+                return self.partner.send(self.outer, due)
             case Action.APPLY:
-                self.outer.apply()
-                return schedule.Applied()
-        number = None if action is Action.EXCHANGE_ALL else self.state.turn
-        steps = self.state.in_round if self.state.joined else 0
-        counts = self.partner.end_round(
-            lambda: self.outer.exchange(number), steps=steps, limit_s=limit_s
-        )
-        return schedule.Exchanged(counts)
+                return self.partner.apply(self.outer, due)
+        return self.partner.exchange(self.outer, due)
 
     # ---- between two steps
     # -------------------------------------------------------------------------------------------
@@ -230,6 +226,7 @@ class LocalStepsDriver:
     def begin_from_load(self, take_over: Callable[[], None]) -> None:
         """Load a state by calling `take_over`, and begin a round."""
         # the exchange in flight would count as a step of the loaded state
+        self.partner.forget()
         self.outer.forget(until_timeout=True)
         take_over()
         self.outer.place_state()

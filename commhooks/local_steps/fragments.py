@@ -4,8 +4,10 @@ the outer step of the first paper at the end of a round.
 """
 
 import collections
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from commhooks.gradients.layout import BucketLayout
 from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.flat_weights import copied, packed, write_back
+from commhooks.local_steps.flat_weights import copied, packed
 from commhooks.local_steps.offload import to_host
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
@@ -69,9 +71,9 @@ class OuterSteps(ExchangeDriver):
     def rules(self) -> Rules:
         """What `schedule.py` must know. A load may have changed the start."""
         config, asks = self.compressor.config, self.consensus.binding.loss_scale is not None
-        looks_every = self.partner.looks_every(config.sync_every)
         start = self.compressor.start_step
-        return Rules(config.sync_every, config.fragments, config.delay, start, asks, looks_every)
+        rules = Rules(config.sync_every, config.fragments, config.delay, start, asks)
+        return dataclasses.replace(rules, looks_every=self.partner.looks_every(rules.shortest))
 
     # ---- at once
     # ----------------------------------------------------------------------------------------------
@@ -82,13 +84,19 @@ class OuterSteps(ExchangeDriver):
         buffers = workspaces.of_all(self.compressor) if number is None else self._fragment(number)
         if not buffers:
             return
-        device = buffers[0].layout.device
+        with self._as_behind(buffers[0].layout.device):
+            self._exchange(buffers)
+
+    @contextlib.contextmanager
+    def _as_behind(self, device: torch.device) -> Iterator[None]:
+        """With a delay run the body on the stream to which the memory of the learned state
+        belongs.
+        """
         if not self.compressor.config.delay:
-            self._exchange(buffers)
+            yield
             return
-        # the stream to which the memory of the learned state belongs
         with in_background(device, after_current=True):
-            self._exchange(buffers)
+            yield
         wait_for_background(device)
 
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
@@ -158,19 +166,29 @@ class OuterSteps(ExchangeDriver):
     # ----------------------------------------------------------------------------------------------
 
     def prepare(
-        self, weight: float, *, exchanges: bool, recorder: Recorder | None = None
+        self,
+        weight: float,
+        *,
+        exchanges: bool,
+        recorder: Recorder | None = None,
+        sent: Sequence[torch.Tensor] = (),
     ) -> OuterExchange:
         """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
-        caller begins it. `weight` is the weight of this replica's differences in the mean. If
-        `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
-        has no buffers.
+        caller begins it.
+
+        Args:
+            weight: of this replica's differences in the mean.
+            exchanges: whether this rank exchanges; otherwise it gets the result from rank 0 of its
+                model.
+            sent: the weights of an exchange that has failed, which are sent again; `commit_prepared`
+                keeps what the training has changed since. Empty: the present weights.
         """
         self.held.settle()  # a save may have written the residuals on another stream
-        buffers = self._fragment(0) if exchanges else []
+        buffers = self._fragment(0)
         for work in buffers:
             work.weight = weight
         self._recorder = recorder
-        return self._new_exchange(buffers)
+        return self._new_exchange(buffers, sent=sent, exchanges=exchanges)
 
     def replay(self, record: Record) -> None:
         """Take an outer step that others have taken from these weights."""
@@ -188,10 +206,15 @@ class OuterSteps(ExchangeDriver):
         """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
         or any shard. All ranks of a model must call this.
         """
-        buffers = self._fragment(0)
-        good = torch.ones((), dtype=torch.bool, device=buffers[0].layout.device)
-        if exchange.buffers:
-            good = self._on_all_parts(exchange.finite())
+        with self._as_behind(exchange.device):
+            good = self._commit_on_all_ranks(exchange)
+        exchange.write_weights(keep_training=bool(exchange.sent) and bool(good))
+
+    def _commit_on_all_ranks(self, exchange: OuterExchange) -> torch.Tensor:
+        buffers = exchange.buffers
+        good = exchange.finite()
+        if exchange.exchanges:
+            good = self._on_all_parts(good)
         model = self.consensus.binding.group()
         if model.size() > 1:
             shared = good.to(torch.int32)
@@ -202,15 +225,15 @@ class OuterSteps(ExchangeDriver):
             self._recorder.good = bool(good)
         self._count(good, buffers)
         for place, work in enumerate(buffers if model.size() > 1 else ()):
-            flat = exchange.running[place].result if exchange.buffers else packed(work.layout)
+            flat = exchange.results[place] if exchange.exchanges else packed(work.layout)
             broadcast_first(flat, model, self.counters, "the outer step")
-            if not exchange.buffers:
+            if not exchange.exchanges:
                 for slot in work.layout.slots:
                     self.state[ANCHOR.key][slot.name].copy_(slot.of(flat))
-                write_back(work.layout, flat)
+                exchange.results.append(flat)
             if self.compressor.config.outer_momentum:
-                self._share_momentum(work.layout, exchanged=bool(exchange.buffers))
-        exchange.write_weights()
+                self._share_momentum(work.layout, exchanged=exchange.exchanges)
+        return good
 
     def _share_momentum(self, layout: BucketLayout, *, exchanged: bool) -> None:
         """Copy the momentum of a buffer from rank 0 to all ranks of the model, which may all save
@@ -229,8 +252,10 @@ class OuterSteps(ExchangeDriver):
     # ---- what they share
     # ---------------------------------------------------------------------------------------------
 
-    def _new_exchange(self, buffers: Sequence[OuterStepWorkspace]) -> OuterExchange:
-        return OuterExchange(buffers, self._start, self.counters.clocks)
+    def _new_exchange(
+        self, buffers: Sequence[OuterStepWorkspace], **options: Any
+    ) -> OuterExchange:
+        return OuterExchange(buffers, self._start, self.counters.clocks, **options)
 
     def _start(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         group = self.partner.group

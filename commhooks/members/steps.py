@@ -1,18 +1,22 @@
 """Outer steps among machines that come and go: ask for a quorum, decide (`report.py`), do it."""
 
 import dataclasses
+import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from commhooks.comm.nodes import Nodes
+from commhooks.engine.session import ABANDONED_LIMIT_S
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.local_steps.partner import Due
+from commhooks.local_steps.schedule import Applied, Exchanged, Sent
 from commhooks.members.attempt import Attempt
 from commhooks.members.heal import Healing
 from commhooks.members.quorum import Quorums
@@ -22,6 +26,14 @@ from commhooks.members.this_machine import ThisMachine
 _MOST_FAILURES = 5
 _LOOKS = 16
 """How often in a round the ranks of a machine agree whether another machine has done its round."""
+
+
+class _Result(enum.Enum):
+    """How a meeting of the machines ends for this one."""
+
+    SAME_ROUND = "no machine had trained, and the running round goes on"
+    NEW_ROUND = "a round begins"
+    IN_FLIGHT = "an exchange is in flight"
 
 
 class MachinePartner:
@@ -51,8 +63,12 @@ class MachinePartner:
         self.logs = machine.ranks.is_first
         self._machine, self._source, self._left = machine, source, False
         self._quorums = Quorums(machine)
-        # kept if `end_round` raises, because others may have committed it
+        # kept if `_meet` raises, because others may have committed it
         self._attempt: Attempt | None = None
+        # the exchange behind the training that was abandoned, and is repeated
+        self._again: Attempt | None = None
+        # passes of this machine that are in exchanges which were committed
+        self._trained = 0
         # What this machine reports; `_report` completes it.
         self._own = Report(
             id=machine.id,
@@ -96,16 +112,28 @@ class MachinePartner:
         return {"members": max(1, len(self.participants)), **self._machine.numbers.stats()}
 
     def leave(self) -> None:
-        """End this machine's part in the training, and tell the others. `end_round` then raises
+        """End this machine's part in the training, and tell the others. A later outer step raises
         HookRunError.
         """
         self._left = True
         self.close()
 
+    def forget(self) -> None:
+        attempt = self._attempt
+        # Nobody can have committed without a report of this machine.
+        if attempt is not None and attempt.in_flight:
+            self._attempt = None
+            attempt.drop(ABANDONED_LIMIT_S)
+        elif attempt is not None:
+            attempt.trained = 0
+        self._again, self._trained = None, 0
+
     def close(self) -> None:
         self._machine.close()
+        if self._attempt is not None and self._attempt.in_flight:
+            self._attempt.drop(ABANDONED_LIMIT_S)
 
-    # ---- the end of a round
+    # ---- when another machine has come to the point for which this one trains
     # ----------------------------------------------------------------------------------------------
 
     @property
@@ -114,43 +142,65 @@ class MachinePartner:
         state = self._outer.state
         return state.step + state.nonfinite_steps
 
-    def looks_every(self, sync_every: int) -> int:
+    @property
+    def _point(self) -> int:
+        """The number of the point for which the machines of a round train: the exchange, or if it
+        is in flight its commit.
+        """
+        return 2 * self._round + (self._attempt is not None)
+
+    def looks_every(self, passes: int) -> int:
         if self.options.wait_for == "all":
             return 0
-        return 1 if self._machine.ranks.alone else max(1, sync_every // _LOOKS)
+        return 1 if self._machine.ranks.alone else max(1, passes // _LOOKS)
 
     def another_is_done(self) -> bool:
-        over, ranks = self._machine.round_end.is_over(self._round), self._machine.ranks
+        over, ranks = self._machine.round_end.is_over(self._point), self._machine.ranks
         return over if ranks.alone else not ranks.all_agree(not over)
 
-    def _tell_others(self) -> None:
-        """Tell the machines of the running round that this one has done its part, unless they know
-        it from another one.
-        """
+    def _tell(self, machines: Sequence[Report]) -> None:
+        """Tell `machines` that this one is at the point, unless they know it from another one."""
         round_end = self._machine.round_end
-        if self.options.wait_for == "all" or not self.logs or round_end.is_over(self._round):
+        if self.options.wait_for == "all" or not self.logs or round_end.is_over(self._point):
             return
-        others = [machine for machine in self.participants if machine.id != self._own.id]
+        others = [machine for machine in machines if machine.id != self._own.id]
         if others:
-            round_end.tell([machine.servers[0] for machine in others], self._round)
+            round_end.tell([machine.servers[0] for machine in others], self._point)
 
     # ---- an outer step
     # ----------------------------------------------------------------------------------------------
 
-    def end_round(self, exchange: Callable[[], None], *, steps: int, limit_s: float | None) -> bool:
-        """See `Partner`. Meet the other machines, and take an outer step with them or the state of
-        one of them. `exchange` is not called, because it would write before the others have
-        confirmed. Return whether a new round begins; False if no machine had trained, and the
-        running round goes on. Raises AttachError before the first outer step, if this machine does
-        not match the others.
+    def exchange(self, outer: OuterSteps, due: Due) -> Sent | Exchanged:
+        self._own = dataclasses.replace(self._own, at_once=True)
+        return self._exchanged(self._meet(due))
+
+    def send(self, outer: OuterSteps, due: Due) -> Sent | Exchanged:
+        self._own = dataclasses.replace(self._own, at_once=False)
+        return self._exchanged(self._meet(due))
+
+    def apply(self, outer: OuterSteps, due: Due) -> Sent | Applied:
+        result = self._meet(due)
+        return Sent() if result is _Result.IN_FLIGHT else Applied()
+
+    def _exchanged(self, result: "_Result") -> Sent | Exchanged:
+        if result is _Result.IN_FLIGHT:
+            return Sent()
+        return Exchanged(counts=result is _Result.NEW_ROUND)
+
+    def _meet(self, due: Due) -> "_Result":
+        """Meet the other machines, and take an outer step with them or the state of one of them.
+        Raises AttachError before the first outer step, if this machine does not match the others.
         """
         if self._left:
             raise HookRunError("members: this machine has left the run (members.leave)")
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        self._tell_others()
-        new_round, failures = False, list[str]()
+        deadline = None if due.limit_s is None else time.monotonic() + due.limit_s
+        self._tell(self.participants)
+        behind_the_training = self._attempt is not None and self._attempt.in_flight
+        if behind_the_training:
+            self._arrive()
+        result, failures = _Result.SAME_ROUND, list[str]()
         while True:
-            decision = self._decide(steps, deadline)
+            decision = self._decide(due.trained, deadline)
             match decision.action:
                 case QuorumAction.REFUSED:
                     raise AttachError(f"members: {decision.reason}")
@@ -159,27 +209,37 @@ class MachinePartner:
                     time.sleep(decision.pause_s)
                 case QuorumAction.COMMIT:
                     self._commit()
-                    steps, new_round = 0, True
+                    result = _Result.NEW_ROUND
+                    if behind_the_training and decision.participants:
+                        self._begin(decision)
+                        return result
                 case QuorumAction.ABANDON:
-                    self._attempt = None
+                    self._abandon()
                 case QuorumAction.ASK_AGAIN:
                     pass
                 case QuorumAction.HEAL:
-                    self._heal(decision, deadline)
-                    steps, new_round = 0, True
+                    self._heal(decision, due.trained, deadline)
+                    result = _Result.NEW_ROUND
                 case QuorumAction.BEGIN:
                     self._begin(decision)
                     self.healing.serve(decision)
-                    return new_round
+                    return result
                 case QuorumAction.EXCHANGE:
-                    if self._exchange(decision, deadline, failures):
+                    if self._exchange(decision, due.trained, deadline, failures):
+                        if not decision.at_once:
+                            self._go_on(decision)
+                            return _Result.IN_FLIGHT
                         self._commit()
                         self._begin(decision)
                         self.healing.serve(decision)
-                        return True
+                        return _Result.NEW_ROUND
+            behind_the_training = False
 
-    def _decide(self, steps: int, deadline: float | None) -> Decision:
-        self._own = dataclasses.replace(self._own, number=self._own.number + 1, steps=steps)
+    def _decide(self, trained: int, deadline: float | None) -> Decision:
+        steps = trained - self._trained if self._again is None else self._again.steps
+        self._own = dataclasses.replace(
+            self._own, number=self._own.number + 1, steps=steps if self.joined else 0
+        )
         return self._quorums.decide(self._report(), deadline)
 
     def _report(self) -> Report:
@@ -191,14 +251,15 @@ class MachinePartner:
             anchor=self._machine.ranks.key_of_shards(self._common.digest(anchors)),
             attempt="" if attempt is None else attempt.decision.name,
             attempt_with=() if attempt is None else tuple(x.id for x in attempt.decision.machines),
-            complete=attempt is not None and attempt.prepared is not None,
+            complete=attempt is not None and attempt.complete,
+            at_once=self._own.at_once or self._again is not None,
             connection=connections.name,
             unreachable=tuple(connections.unreachable),
             failed_heals=self.healing.failed,
             reads=self.healing.reads,
         )
 
-    def _heal(self, decision: Decision, deadline: float | None) -> None:
+    def _heal(self, decision: Decision, trained: int, deadline: float | None) -> None:
         """Take the state of another machine, while the others go on without this one; or the few
         outer steps that are missing, for which they wait.
         """
@@ -209,38 +270,66 @@ class MachinePartner:
             self._machine.lighthouse.step_aside()
         if self.healing.heal(decision, self._limit(deadline)):
             self._own = dataclasses.replace(self._own, joined=True)
+        self._trained, self._again = trained, None
 
-    def _exchange(self, decision: Decision, deadline: float | None, failures: list[str]) -> bool:
-        """Exchange, and return whether all machines can commit. Raises HookRunError when exchanges
-        have failed several times in turn; `failures` collects the texts.
+    def _exchange(
+        self, decision: Decision, trained: int, deadline: float | None, failures: list[str]
+    ) -> bool:
+        """Exchange, and return whether all machines can commit, or the exchange is in flight.
+        Raises HookRunError when exchanges have failed several times in turn; `failures` collects
+        the texts.
         """
         self._attempt = attempt = Attempt(
-            decision, self._own, self._machine, self._source, self.healing.registered
+            decision,
+            self._own,
+            self._machine,
+            self._source,
+            self.healing.registered,
+            trained,
+            self._again,
         )
         self.exchanged_with = decision.machines
         failure = attempt.run(self._outer, self._common, self._limit(deadline))
         if not failure:
             return True
-        if self._machine.ranks.exchanges:
-            unexplained = 0 if attempt.explained else self._own.unexplained + 1
-            self._own = dataclasses.replace(self._own, unexplained=unexplained)
         failures.append(failure)
-        self._machine.lines.say(
-            "an outer step among %s failed, and the machines meet again: %s",
-            _names(decision.machines),
-            failure,
-            about=decision.name,
-        )
+        self._failed(attempt, failure)
+        if not decision.at_once:  # for others it may be in flight
+            self._tell(decision.machines)
         if len(failures) >= _MOST_FAILURES:
             raise HookRunError(
                 f"members: the outer step failed {len(failures)} times in turn: {failure}"
             )
         return False
 
+    def _arrive(self) -> None:
+        """Wait for what is in flight, which is due."""
+        assert self._attempt is not None
+        if failure := self._attempt.arrive():
+            self._failed(self._attempt, failure)
+
+    def _failed(self, attempt: Attempt, failure: str) -> None:
+        if self._machine.ranks.exchanges:
+            unexplained = 0 if attempt.explained else self._own.unexplained + 1
+            self._own = dataclasses.replace(self._own, unexplained=unexplained)
+        self._machine.lines.say(
+            "an outer step among %s failed, and the machines meet again: %s",
+            _names(attempt.decision.machines),
+            failure,
+            about=attempt.decision.name,
+        )
+
+    def _abandon(self) -> None:
+        """Forget the attempt, or exchange its differences again if it was behind the training."""
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None
+        self._again = attempt if attempt.sent else None
+
     def _commit(self) -> None:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
         attempt.commit(self._outer)
+        self._trained, self._again = attempt.trained, None
         self._machine.history.round = self._round
         self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
 
@@ -250,7 +339,14 @@ class MachinePartner:
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
         self._machine.history.round = self._round
-        self._machine.round_end.begin(self._round)
+        self._machine.round_end.begin(self._point)
+        self.healing.reads = ""
+
+    def _go_on(self, decision: Decision) -> None:
+        """Train on with the participants of `decision`, while the exchange is in flight."""
+        self.participants = decision.participants
+        self._own = dataclasses.replace(self._own, joined=True)
+        self._machine.round_end.begin(self._point)
         self.healing.reads = ""
 
     def _limit(self, deadline: float | None) -> float:

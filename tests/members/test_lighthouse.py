@@ -308,7 +308,7 @@ def connections(
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [
-        ({"id": "b:1", "failed": ["X"]}, "b has given up to connect"),
+        ({"id": "b:1", "failed": ["X"]}, "b has given up the exchange"),
         ({"id": "b:1", "number": 1}, "b has asked for the machines again"),
         ({"id": "c:1", "connecting": "X"}, "b at .* does not answer"),
         ({"id": "b:1", "connecting": "Y"}, "b did not come to connect"),

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 
 from commhooks import HookRunError, Torchft
+from commhooks.local_steps.partner import Due
+from commhooks.local_steps.schedule import Exchanged
 from commhooks.members.client import Client
 from commhooks.members.history import History
 from commhooks.members.numbers import Numbers
@@ -84,7 +86,8 @@ class Machine:
             return None if answer is None else [report, dataclasses.replace(OTHER, **answer)]
 
         with mock.patch.object(self.steps._quorums, "ask", quorum):
-            return self.steps.end_round(lambda: None, steps=20, limit_s=None)
+            due = Due(fragment=0, trained=20)
+            return self.steps.exchange(self.outer, due) == Exchanged()
 
 
 def test_a_settled_commit_is_an_outer_step() -> None:

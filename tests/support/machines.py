@@ -158,6 +158,26 @@ class Machine:
     def rounds_of(self, rank: int) -> dict[int, dict[str, Any]]:
         return {line["step"]: line for line in list(self.lines) if _is_round_of(line, rank)}
 
+    def sent_in(self, step: int) -> int | None:
+        """Return after how many steps it has sent what is in outer step `step`; None if it has not
+        told.
+        """
+        if step in self.rounds:
+            return int(self.rounds[step]["sent"])
+        for line in list(self.lines):
+            if line["what"] == "sent" and line["step"] == step - 1:
+                return int(line["count"])
+            if line["what"] == "end" and line["step"] == step and line["sent"]:
+                return int(line["trained"])
+        return None
+
+    def count_in(self, step: int) -> int | None:
+        """Return its number of steps at the commit of outer step `step`; None if it has not told."""
+        if step in self.rounds:
+            return int(self.rounds[step]["count"])
+        end = next((line for line in list(self.lines) if line["what"] == "end"), None)
+        return int(end["count"]) if end is not None and end["step"] >= step and end["sent"] else None
+
     def took_before(self, step: int) -> tuple[str, int]:
         """Return whose state it has taken last before the line of outer step `step`, after which
         outer step; ("", 0) if none.

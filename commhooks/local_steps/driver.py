@@ -1,6 +1,7 @@
 """Connect the training with `schedule.py`: report events to it, and do what it decides."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -169,12 +170,13 @@ class LocalStepsDriver:
     def _act(self, action: Action, limit_s: float | None) -> None:
         """Do what the schedule has decided, and what follows."""
         discarded = self.outer.state.nonfinite_steps
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         writes = action not in (Action.ASK, Action.LOOK)
         try:
             while action is not Action.NOTHING:
-                self.state, action = schedule.advance(
-                    self.rules, self.state, self._perform(action, limit_s)
-                )
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                event = self._perform(action, left_s)
+                self.state, action = schedule.advance(self.rules, self.state, event)
         except BaseException:
             self.state, _ = schedule.advance(self.rules, self.state, schedule.Failed())
             raise

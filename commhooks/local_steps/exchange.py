@@ -9,12 +9,12 @@ methods: `begin`, `finite`, `commit`, `write_weights`. There are three ways to c
   confirmed.
 
 Anchor, momentum and weights are written by `commit` and `write_weights` only (among machines, on
-ranks that do not exchange, by `OuterSteps.commit_prepared`), so an exchange may
-be dropped before, and repeated with the weights that it has sent. That is why an exchange that is prepared or behind the training needs memory for
-all of its buffers (behind the training twice, with the weights as they were sent), and not for
-two at a time: all of its buffers are committed or none, so what has arrived must be kept until the
-last one has. At once it may be less, because whether all ranks can commit is known from the first
-buffer on."""
+ranks that do not exchange, by `OuterSteps.commit_prepared`), so an exchange may be dropped before,
+and repeated with the weights that it has sent. That is why an exchange that is prepared or behind
+the training needs memory for all of its buffers (behind the training twice, with the weights as
+they were sent), and not for two at a time: all of its buffers are committed or none, so what has
+arrived must be kept until the last one has. At once it may be less, because whether all ranks can
+commit is known from the first buffer on."""
 
 import contextlib
 import threading

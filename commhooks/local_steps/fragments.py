@@ -180,7 +180,7 @@ class OuterSteps(ExchangeDriver):
             weight: of this replica's differences in the mean.
             exchanges: whether this rank exchanges; otherwise it gets the result from rank 0 of its
                 model.
-            sent: the weights of an exchange that has failed, which are sent again; `commit_prepared`
+            sent: the weights of an exchange that has failed, to send again; `commit_prepared`
                 keeps what the training has changed since. Empty: the present weights.
         """
         self.held.settle()  # a save may have written the residuals on another stream
@@ -252,9 +252,7 @@ class OuterSteps(ExchangeDriver):
     # ---- what they share
     # ---------------------------------------------------------------------------------------------
 
-    def _new_exchange(
-        self, buffers: Sequence[OuterStepWorkspace], **options: Any
-    ) -> OuterExchange:
+    def _new_exchange(self, buffers: Sequence[OuterStepWorkspace], **options: Any) -> OuterExchange:
         return OuterExchange(buffers, self._start, self.counters.clocks, **options)
 
     def _start(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:

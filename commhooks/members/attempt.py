@@ -2,6 +2,7 @@
 `report.py`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -86,14 +87,16 @@ class Attempt:
             self._follow_furthest()
         return failure
 
-    def arrive(self) -> str:
-        """Wait until what is in flight has arrived. Returns a text about what failed."""
+    def arrive(self, deadline: float | None) -> str:
+        """Wait until what is in flight has arrived, or `deadline` has passed. Returns a text about
+        what failed.
+        """
         self.in_flight = False
-        failure = self._agreed(self._wait)
+        failure = self._agreed(lambda: self._wait(deadline))
         self.complete = not failure
         return failure
 
-    def _wait(self) -> None:
+    def _wait(self, deadline: float | None) -> None:
         """Wait for what is in flight, for as long as all machines answer: gloo would wait for one
         that hangs until its limit, and cannot be interrupted; its thread then stays behind.
         """
@@ -101,6 +104,8 @@ class Attempt:
         assert exchange is not None
         silent = 0
         while not exchange.has_arrived(_LOOK_EVERY_S):
+            if deadline is not None and time.monotonic() > deadline:
+                raise OSError("it did not arrive in time")
             try:
                 connections.check(self.decision.machines, self.decision.name)
                 silent = 0

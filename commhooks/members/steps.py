@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from commhooks.comm.nodes import Nodes
-from commhooks.engine.session import ABANDONED_LIMIT_S
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
@@ -17,7 +16,7 @@ from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Applied, Exchanged, Sent
-from commhooks.members.attempt import Attempt
+from commhooks.members.attempts import Attempts
 from commhooks.members.heal import Healing
 from commhooks.members.quorum import Quorums
 from commhooks.members.report import Decision, QuorumAction, Report, effective_number
@@ -41,8 +40,8 @@ class MachinePartner:
 
     Attributes:
         participants: the machines that train the running round, sorted by name.
-        exchanged_with: the machines of the latest exchange.
         healing: serves and takes states.
+        attempts: the exchanges of this machine.
     """
 
     description = "among machines that come and go"
@@ -56,19 +55,13 @@ class MachinePartner:
         self, machine: ThisMachine, source: GradientSource, signature: Mapping[str, str]
     ) -> None:
         self.participants: tuple[Report, ...] = ()
-        self.exchanged_with: tuple[Report, ...] = ()
         self.healing = Healing(machine, source)
+        self.attempts = Attempts(machine, source, self.healing.registered)
         self.options = machine.options
         self.name = machine.id.rpartition(":")[0]
         self.logs = machine.ranks.is_first
         self._machine, self._source, self._left = machine, source, False
         self._quorums = Quorums(machine)
-        # kept if `_meet` raises, because others may have committed it
-        self._attempt: Attempt | None = None
-        # the exchange behind the training that was abandoned, and is repeated
-        self._again: Attempt | None = None
-        # passes of this machine that are in exchanges which were committed
-        self._trained = 0
         # What this machine reports; `_report` completes it.
         self._own = Report(
             id=machine.id,
@@ -100,6 +93,7 @@ class MachinePartner:
     def bind(self, steps: OuterSteps, common: CommonState) -> None:
         self._outer, self._common = steps, common
         self.healing.bind(steps, common)
+        self.attempts.bind(steps, common)
         if (lighthouse := self._machine.lighthouse) is not None:
             counters = steps.counters
             lighthouse.heartbeats.passes = lambda: counters.backward_passes
@@ -119,19 +113,11 @@ class MachinePartner:
         self.close()
 
     def forget(self) -> None:
-        attempt = self._attempt
-        # Nobody can have committed without a report of this machine.
-        if attempt is not None and attempt.in_flight:
-            self._attempt = None
-            attempt.drop(ABANDONED_LIMIT_S)
-        elif attempt is not None:
-            attempt.trained = 0
-        self._again, self._trained = None, 0
+        self.attempts.forget()
 
     def close(self) -> None:
         self._machine.close()
-        if self._attempt is not None and self._attempt.in_flight:
-            self._attempt.drop(ABANDONED_LIMIT_S)
+        self.attempts.close()
 
     # ---- when another machine has come to the point for which this one trains
     # ----------------------------------------------------------------------------------------------
@@ -147,7 +133,7 @@ class MachinePartner:
         """The number of the point for which the machines of a round train: the exchange, or if it
         is in flight its commit.
         """
-        return 2 * self._round + (self._attempt is not None)
+        return 2 * self._round + (self.attempts.current is not None)
 
     def looks_every(self, passes: int) -> int:
         if self.options.wait_for == "all":
@@ -195,9 +181,7 @@ class MachinePartner:
             raise HookRunError("members: this machine has left the run (members.leave)")
         deadline = None if due.limit_s is None else time.monotonic() + due.limit_s
         self._tell(self.participants)
-        behind_the_training = self._attempt is not None and self._attempt.in_flight
-        if behind_the_training:
-            self._arrive()
+        self._arrive(deadline)
         result, failures = _Result.SAME_ROUND, list[str]()
         while True:
             decision = self._decide(due.trained, deadline)
@@ -208,13 +192,12 @@ class MachinePartner:
                     self._machine.lines.say("%s", decision.reason, about=decision.reason)
                     time.sleep(decision.pause_s)
                 case QuorumAction.COMMIT:
-                    self._commit()
                     result = _Result.NEW_ROUND
-                    if behind_the_training and decision.participants:
+                    if self._commit() and decision.participants:
                         self._begin(decision)
                         return result
                 case QuorumAction.ABANDON:
-                    self._abandon()
+                    self.attempts.abandon()
                 case QuorumAction.ASK_AGAIN:
                     pass
                 case QuorumAction.HEAL:
@@ -233,26 +216,19 @@ class MachinePartner:
                         self._begin(decision)
                         self.healing.serve(decision)
                         return _Result.NEW_ROUND
-            behind_the_training = False
 
     def _decide(self, trained: int, deadline: float | None) -> Decision:
-        steps = trained - self._trained if self._again is None else self._again.steps
-        self._own = dataclasses.replace(
-            self._own, number=self._own.number + 1, steps=steps if self.joined else 0
-        )
-        return self._quorums.decide(self._report(), deadline)
+        self._own = dataclasses.replace(self._own, number=self._own.number + 1)
+        return self._quorums.decide(self._report(trained), deadline)
 
-    def _report(self) -> Report:
-        state, attempt, connections = self._outer.state, self._attempt, self._machine.connections
+    def _report(self, trained: int) -> Report:
+        state, connections = self._outer.state, self._machine.connections
         anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
         return dataclasses.replace(
             self._own,
             step=state.step,
             anchor=self._machine.ranks.key_of_shards(self._common.digest(anchors)),
-            attempt="" if attempt is None else attempt.decision.name,
-            attempt_with=() if attempt is None else tuple(x.id for x in attempt.decision.machines),
-            complete=attempt is not None and attempt.complete,
-            at_once=self._own.at_once or self._again is not None,
+            **self.attempts.reported(self._own, trained),
             connection=connections.name,
             unreachable=tuple(connections.unreachable),
             failed_heals=self.healing.failed,
@@ -270,7 +246,7 @@ class MachinePartner:
             self._machine.lighthouse.step_aside()
         if self.healing.heal(decision, self._limit(deadline)):
             self._own = dataclasses.replace(self._own, joined=True)
-        self._trained, self._again = trained, None
+        self.attempts.begin(trained)
 
     def _exchange(
         self, decision: Decision, trained: int, deadline: float | None, failures: list[str]
@@ -279,21 +255,12 @@ class MachinePartner:
         Raises HookRunError when exchanges have failed several times in turn; `failures` collects
         the texts.
         """
-        self._attempt = attempt = Attempt(
-            decision,
-            self._own,
-            self._machine,
-            self._source,
-            self.healing.registered,
-            trained,
-            self._again,
-        )
-        self.exchanged_with = decision.machines
-        failure = attempt.run(self._outer, self._common, self._limit(deadline))
+        own = next(machine for machine in decision.machines if machine.id == self._own.id)
+        failure = self.attempts.run(decision, own, trained, self._limit(deadline))
         if not failure:
             return True
         failures.append(failure)
-        self._failed(attempt, failure)
+        self._failed(failure)
         if not decision.at_once:  # for others it may be in flight
             self._tell(decision.machines)
         if len(failures) >= _MOST_FAILURES:
@@ -302,13 +269,16 @@ class MachinePartner:
             )
         return False
 
-    def _arrive(self) -> None:
+    def _arrive(self, deadline: float | None) -> None:
         """Wait for what is in flight, which is due."""
-        assert self._attempt is not None
-        if failure := self._attempt.arrive():
-            self._failed(self._attempt, failure)
+        attempt = self.attempts.current
+        if attempt is not None and attempt.in_flight and (failure := attempt.arrive(deadline)):
+            self._failed(failure)
 
-    def _failed(self, attempt: Attempt, failure: str) -> None:
+    def _failed(self, failure: str) -> None:
+        """Say that the attempt has failed. It stays; the next quorum commits or abandons it."""
+        attempt = self.attempts.current
+        assert attempt is not None
         if self._machine.ranks.exchanges:
             unexplained = 0 if attempt.explained else self._own.unexplained + 1
             self._own = dataclasses.replace(self._own, unexplained=unexplained)
@@ -319,31 +289,23 @@ class MachinePartner:
             about=attempt.decision.name,
         )
 
-    def _abandon(self) -> None:
-        """Forget the attempt, or exchange its differences again if it was behind the training."""
-        attempt, self._attempt = self._attempt, None
+    def _commit(self) -> bool:
+        """Commit the attempt. Return whether it was behind the training."""
+        attempt = self.attempts.current
         assert attempt is not None
-        self._again = attempt if attempt.sent else None
-
-    def _commit(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        assert attempt is not None
-        attempt.commit(self._outer)
-        self._trained, self._again = attempt.trained, None
+        self.attempts.commit()
         self._machine.history.round = self._round
         self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
+        return not attempt.decision.at_once
 
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
         self._machine.numbers.begin_round()
-        self.participants = decision.participants
-        self._own = dataclasses.replace(self._own, joined=True)
         self._machine.history.round = self._round
-        self._machine.round_end.begin(self._point)
-        self.healing.reads = ""
+        self._go_on(decision)
 
     def _go_on(self, decision: Decision) -> None:
-        """Train on with the participants of `decision`, while the exchange is in flight."""
+        """Train on with the participants of `decision`."""
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
         self._machine.round_end.begin(self._point)

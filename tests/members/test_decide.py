@@ -90,7 +90,10 @@ def combinations(machines: int) -> Iterator[list[Report]]:
             reports.append(
                 report(
                     name,
-                    **PLACES[place] | TRAINED[trained] | waits | (tried if attempt != "none" else {}),
+                    **PLACES[place]
+                    | TRAINED[trained]
+                    | waits
+                    | (tried if attempt != "none" else {}),
                 )
             )
         yield reports

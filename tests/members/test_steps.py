@@ -66,8 +66,7 @@ class Machine:
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)
         self.outer = mock.Mock(state=mock.MagicMock(step=5, nonfinite_steps=0))
         self.outer.commit_prepared.side_effect = self._commit
-        self.steps._outer, self.steps._common = self.outer, mock.Mock()
-        self.steps._common.digest.return_value = 7
+        self.steps.bind(self.outer, mock.Mock(**{"digest.return_value": 7}))
         self.steps.healing = mock.Mock(failed=0)
 
     def _confirm(self) -> None:

@@ -81,7 +81,7 @@ EXPLAINED = {
     ): "machines that come and go are not simulated",
     (
         "local_steps/fragments.py",
-        "exchange",
+        "_as_behind",
         "wait_for_background(device)",
     ): "the host has waited for the outcome",
     (

@@ -60,7 +60,9 @@ class _Simulated:
             state = LearnedState.of(oracle.new_compressor().state_fields)
             parts = self.shard(oracle, shard)
             if source is None:
-                state[ANCHOR.key].update({n: p.detach().flatten().clone() for n, p in parts.items()})
+                state[ANCHOR.key].update(
+                    {n: p.detach().flatten().clone() for n, p in parts.items()}
+                )
             else:
                 for key in (ANCHOR.key, MOMENTUM.key):
                     state[key].update({n: x.clone() for n, x in source.states[shard][key].items()})
@@ -158,7 +160,9 @@ class _Oracle:
         ranks.states = [machine.states[shard] for machine in machines]
         for work, machine in zip(ranks._works, machines, strict=True):
             work.weight = len(machines) * steps[machine.name] / sum(steps.values())
-        flats = [torch.cat([part.flatten() for part in of_machine.values()]) for of_machine in parts]
+        flats = [
+            torch.cat([part.flatten() for part in of_machine.values()]) for of_machine in parts
+        ]
         assert ranks.step(flats)
         return flats
 

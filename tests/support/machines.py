@@ -172,11 +172,15 @@ class Machine:
         return None
 
     def count_in(self, step: int) -> int | None:
-        """Return its number of steps at the commit of outer step `step`; None if it has not told."""
+        """Return its number of steps at the commit of outer step `step`; None if it has not
+        told.
+        """
         if step in self.rounds:
             return int(self.rounds[step]["count"])
-        end = next((line for line in list(self.lines) if line["what"] == "end"), None)
-        return int(end["count"]) if end is not None and end["step"] >= step and end["sent"] else None
+        for line in list(self.lines):
+            if line["what"] == "end" and line["step"] >= step and line["sent"]:
+                return int(line["count"])
+        return None
 
     def took_before(self, step: int) -> tuple[str, int]:
         """Return whose state it has taken last before the line of outer step `step`, after which

@@ -8,8 +8,8 @@ exchange; "exchanged": after it; "agreed": before the confirmation. "unconnected
 "unshared": connecting, the exchange, or sharing buffers seems to fail, as if the connection had
 been lost; "blocked": connecting with others always fails; "unsure": the confirmation seems to fail,
 though it has ended everywhere. "asked": the process dies while another machine takes its state.
-Of an exchange behind the training: "unsent": the process dies before it begins; "arrived": some time
-after everything of three machines has arrived; "unarrived": it seems to fail.
+Of an exchange behind the training: "unsent": the process dies before it begins; "arrived": some
+time after everything of three machines has arrived; "unarrived": it seems to fail.
 `nan`: after how many steps a moment of the last shard is not finite. `save`: it saves NAME in the
 folder when it has taken `rounds` outer steps; `stop_in_flight`: it ends while the exchange after
 so many is in flight; `load`: it begins from the file of this machine.
@@ -226,12 +226,12 @@ def main(settings: dict) -> None:
         count = 0
         before = None
         flying = None
-        partner = hook._hook.driver.partner
+        attempts = hook._hook.driver.partner.attempts
         anchor = hook._hook.driver.outer.state["anchor"]
         while (
             count < settings["steps"]
             and hook.stats()["step"] < settings.get("rounds", 10**9)
-            and not (partner._attempt and hook.stats()["step"] == settings.get("stop_in_flight"))
+            and not (attempts.current and hook.stats()["step"] == settings.get("stop_in_flight"))
             and not stops()
         ):
             # machines differ, and have that of the first after an outer step
@@ -246,8 +246,8 @@ def main(settings: dict) -> None:
             count += 1
             stats = hook.stats()
             now = stats["step"], stats["step_in_round"] == 0
-            if partner._attempt is not flying:
-                flying = partner._attempt
+            if attempts.current is not flying:
+                flying = attempts.current
                 if flying is not None:
                     part = [machine.name for machine in flying.decision.machines]
                     said("sent", step=stats["step"], count=count, part=part)
@@ -256,10 +256,10 @@ def main(settings: dict) -> None:
                         time.sleep(0.5)
                         os.kill(os.getpid(), signal.SIGKILL)
             if now != before and now[1]:
-                part = [machine.name for machine in partner.exchanged_with]
+                part = [machine.name for machine in attempts.latest]
                 more = {
                     "anchor": hash_of(anchor[name] for name in sorted(anchor)),
-                    "sent": partner._trained,
+                    "sent": attempts.trained,
                     "names": hook.members.names,
                     "part": part,
                     "rank": hook.members.rank,
@@ -297,7 +297,7 @@ def main(settings: dict) -> None:
             "end",
             count=count,
             sent=sent,
-            trained=partner._trained,
+            trained=attempts.trained,
             weights=weights_of(module),
             step=hook.stats()["step"],
         )

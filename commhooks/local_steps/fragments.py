@@ -80,8 +80,7 @@ class OuterSteps(ExchangeDriver):
 
     def exchange(self, number: int | None) -> None:
         """Run the outer step of a fragment (None: of all weights), while the training waits."""
-        workspaces = self._workspaces
-        buffers = workspaces.of_all(self.compressor) if number is None else self._fragment(number)
+        buffers = self._fragment(number)
         if not buffers:
             return
         with self._as_behind(buffers[0].layout.device):
@@ -167,14 +166,15 @@ class OuterSteps(ExchangeDriver):
 
     def prepare(
         self,
+        fragment: int | None,
         weight: float,
         *,
         exchanges: bool,
         recorder: Recorder | None = None,
         sent: Sequence[torch.Tensor] = (),
     ) -> OuterExchange:
-        """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
-        caller begins it.
+        """Prepare the exchange of a fragment (None: of all weights), which writes nothing before
+        `commit_prepared`; the caller begins it.
 
         Args:
             weight: of this replica's differences in the mean.
@@ -184,7 +184,7 @@ class OuterSteps(ExchangeDriver):
                 keeps what the training has changed since. Empty: the present weights.
         """
         self.held.settle()  # a save may have written the residuals on another stream
-        buffers = self._fragment(0)
+        buffers = self._fragment(fragment)
         for work in buffers:
             work.weight = weight
         self._recorder = recorder
@@ -193,7 +193,7 @@ class OuterSteps(ExchangeDriver):
     def replay(self, record: Record) -> None:
         """Take an outer step that others have taken from these weights."""
         self.held.settle()
-        buffers = self._fragment(0)
+        buffers = self._fragment(record.fragment)
         start = Replay(self.compressor, self.state, buffers, record)
         exchange = OuterExchange(buffers, start, self.counters.clocks)
         exchange.begin()
@@ -295,7 +295,10 @@ class OuterSteps(ExchangeDriver):
         shards = self.consensus.binding.shard_group
         return good if shards is None else good_on_all(good, shards, "all shards")
 
-    def _fragment(self, number: int) -> list[OuterStepWorkspace]:
+    def _fragment(self, number: int | None) -> list[OuterStepWorkspace]:
+        """Return the buffers of a fragment; None: of all weights."""
+        if number is None:
+            return self._workspaces.of_all(self.compressor)
         return self._workspaces.of_fragment(number, self.compressor)
 
     # ---- anchor and momentum

@@ -226,12 +226,15 @@ class Begun(Event):
 @dataclass(frozen=True)
 class Sent(Event):
     """The fragment is in flight. In answer to `APPLY`: the exchange before has ended, and another
-    one is in flight."""
+    one is in flight. `fragment`: its number, if the partner has chosen it; None: `State.turn`. So
+    in the next two events."""
+
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
 class Applied(Event):
-    pass
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,7 @@ class Exchanged(Event):
     nothing to exchange, and the round goes on."""
 
     counts: bool = True
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
@@ -311,18 +315,19 @@ def _action_ends(rules: Rules, state: State, event: Event) -> Next:
     match event:
         case Begun():
             return replace(state, phase=_phase_of_pass(rules, state.number + 1)), Action.NOTHING
-        case Sent():
-            return _sent(rules, state)
+        case Sent(fragment):
+            return _sent(rules, state, fragment)
         case Applied() if state.phase is Phase.ENDING:
             return replace(state, in_flight=False), Action.EXCHANGE_ALL
-        case Applied():
-            return _end_turn(rules, replace(state, in_flight=False))
+        case Applied(fragment):
+            return _end_turn(rules, replace(_in_turn(rules, state, fragment), in_flight=False))
         case Exchanged(counts=False):
             return replace(state, phase=Phase.TRAINING, joined=True), Action.NOTHING
         case Exchanged() if state.phase is Phase.ENDING:
             return _end_round(state, apart=False)
-        case Exchanged():
-            return _end_turn(rules, replace(state, in_flight=False, joined=True))
+        case Exchanged(fragment=fragment):
+            state = replace(_in_turn(rules, state, fragment), in_flight=False, joined=True)
+            return _end_turn(rules, state)
         case Shared(optimizers):
             shared = max(state.shared, Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
             return (
@@ -448,14 +453,20 @@ def _next_point(rules: Rules, state: State) -> int:
     return turn_ends if state.in_flight else turn_ends - rules.delay
 
 
-def _sent(rules: Rules, state: State) -> Next:
+def _in_turn(rules: Rules, state: State, fragment: int | None) -> State:
+    """Return the state in the turn of a fragment, to which the partner may have gone on."""
+    if fragment in (None, state.turn):
+        return state
+    return replace(state, turn=fragment, in_round=fragment * rules.distance, in_flight=False)
+
+
+def _sent(rules: Rules, state: State, fragment: int | None) -> Next:
     if state.phase is Phase.ENDING:
         return replace(state, in_flight=True), Action.APPLY
-    if state.in_flight:  # the turn has ended, and the next one, too, up to where a fragment is sent
-        turn = (state.turn + 1) % rules.fragments
-        state = replace(state, turn=turn, in_round=0, in_flight=False)
-    # This replica may come from an earlier point: from there another one has ended the turn, or it
-    # has taken the state of another one.
+    if state.in_flight:  # its turn has ended, and a later fragment is in flight
+        state = replace(state, in_round=0, in_flight=False)
+    state = _in_turn(rules, state, fragment)
+    # Another replica may have come to this point first.
     in_round = max(state.in_round, _next_point(rules, state))
     return _go_on(rules, replace(state, in_round=in_round, in_flight=True, joined=True))
 

@@ -34,11 +34,14 @@ class Attempt:
     call each method together.
 
     Args:
+        turn: the fragment whose turn it is.
         trained: passes of this machine when it begins.
         again: an exchange behind the training that has failed, whose differences are sent again.
 
     Attributes:
         decision: of the quorum that has led to it.
+        fragment: that is exchanged; None: all weights.
+        began: passes of this machine when it begins.
         trained: passes of this machine that are in its differences, and those before.
         steps: passes that its differences contain.
         in_flight: whether it runs behind the training.
@@ -54,10 +57,13 @@ class Attempt:
         machine: ThisMachine,
         source: GradientSource,
         registered: Registered,
+        turn: int,
         trained: int,
         again: "Attempt | None" = None,
     ) -> None:
         self.decision = decision
+        self.fragment = None if decision.whole else turn
+        self.began = trained
         self.trained: int = trained if again is None else again.trained
         self.steps = own.steps
         self.sent: Sequence[torch.Tensor] = () if again is None else again.sent
@@ -150,7 +156,7 @@ class Attempt:
         if exchanges and self._machine.history.is_kept:
             self._recorder = Recorder()
         self._exchange = exchange = outer.prepare(
-            share, exchanges=exchanges, recorder=self._recorder, sent=self.sent
+            self.fragment, share, exchanges=exchanges, recorder=self._recorder, sent=self.sent
         )
         if self.decision.at_once:
             exchange.begin()
@@ -179,13 +185,14 @@ class Attempt:
         assert self._exchange is not None
         outer.commit_prepared(self._exchange)
         if self._recorder is not None:
-            self._machine.history.add(self._recorder.record(len(self.decision.machines)))
+            replicas = len(self.decision.machines)
+            self._machine.history.add(self._recorder.record(replicas, self.fragment))
         if self.decision.at_once:
             self._follow_furthest()
 
     def _follow_furthest(self) -> None:
         """Go on from where the machine stands that has done most."""
-        if self._furthest is None or self._own.steps == self._furthest.steps:
+        if self._furthest is None or self._own.done == self._furthest.done:
             return
         group = self._source.group
         if group.size() > 1:

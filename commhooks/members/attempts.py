@@ -20,8 +20,8 @@ class Attempts:
     Attributes:
         current: in flight, or undecided; None: neither. It is kept if `MachinePartner` raises an
             error, because others may have committed it.
-        trained: passes of this machine that are in exchanges which were committed.
-        latest: the machines of the latest exchange.
+        trained: passes of this machine when it has sent what was committed last.
+        whole: whether that were all weights.
     """
 
     _outer: OuterSteps
@@ -32,25 +32,39 @@ class Attempts:
     ) -> None:
         self.current: Attempt | None = None
         self.trained = 0
-        self.latest: tuple[Report, ...] = ()
+        self.whole = False
         self._again: Attempt | None = None  # was in flight, and was abandoned
+        # passes that are in the anchor: those of each fragment, and of fragments without an entry
+        self._of_fragments: dict[int, int] = {}
+        self._of_others = 0
+        # passes at the latest exchange, in which all have gone on from where one stood
+        self._shared_at = 0
         self._machine, self._source, self._registered = machine, source, registered
 
     def bind(self, outer: OuterSteps, common: CommonState) -> None:
         self._outer, self._common = outer, common
 
+    @property
+    def turn(self) -> int:
+        """The fragment whose turn it is: equal on all machines with this anchor."""
+        state = self._outer.state
+        return (state.step + state.nonfinite_steps) % self._outer.rules.fragments
+
     def reported(self, own: Report, trained: int) -> dict[str, Any]:
         """Return what `own` is to report. `trained`: passes of this machine."""
         current, again = self.current, self._again
-        steps = trained - self.trained if again is None else again.steps
+        steps = trained - self._of_fragments.get(self.turn, self._of_others)
+        if again is not None:
+            steps = again.steps
         return {
             "steps": steps if own.joined else 0,
+            "done": trained - self._shared_at if own.joined else 0,
             "attempt": "" if current is None else current.decision.name,
             "attempt_with": (
                 () if current is None else tuple(x.id for x in current.decision.machines)
             ),
             "complete": current is not None and current.complete,
-            "at_once": own.at_once or again is not None,
+            "again": again is not None,
         }
 
     def run(self, decision: Decision, own: Report, trained: int, limit_s: float) -> str:
@@ -61,28 +75,43 @@ class Attempts:
             self._machine,
             self._source,
             self._registered,
+            self.turn,
             trained,
             self._again,
         )
-        self.latest = decision.machines
-        return self.current.run(self._outer, self._common, limit_s)
+        failure = self.current.run(self._outer, self._common, limit_s)
+        if self.current.in_flight:
+            self._shared_at = trained
+        return failure
 
     def abandon(self) -> None:
-        """Forget the attempt; if it was behind the training, exchange its differences again."""
+        """Forget the attempt; if it was behind the training, exchange its differences again. A
+        machine that had just come had none.
+        """
         attempt, self.current = self.current, None
         assert attempt is not None
-        self._again = attempt if attempt.sent else None
+        self._again = attempt if attempt.sent and attempt.steps else None
 
     def commit(self) -> None:
         """Write what the attempt has received."""
         attempt, self.current = self.current, None
         assert attempt is not None
         attempt.commit(self._outer)
-        self.begin(attempt.trained)
+        self._again = None
+        self.trained = attempt.trained
+        self.whole = attempt.fragment is None
+        if attempt.fragment is None:
+            self.begin(attempt.trained)
+        else:
+            self._of_fragments[attempt.fragment] = attempt.trained
+        if attempt.decision.at_once:
+            self._shared_at = attempt.began
 
     def begin(self, trained: int) -> None:
-        """Begin with the weights of the others, or with the anchor of an outer step."""
-        self.trained, self._again = trained, None
+        """Begin with the anchor, which contains all passes so far."""
+        self._again = None
+        self._of_fragments.clear()
+        self._of_others = self._shared_at = self.trained = trained
 
     def forget(self) -> None:
         """Begin with a state that was loaded."""

@@ -88,13 +88,16 @@ class Report:
         step: outer steps that are in its anchor.
         anchor: a digest of its anchor and momentum.
         joined: whether it has begun a round with the others, or as the first.
-        steps: that its differences contain, which it exchanges next; 0: it has none.
+        steps: that the differences contain which it exchanges next; 0: it has none.
+        done: steps since the latest exchange, after which all stood where one of them did.
         samples: in each of these steps; 1 if machines count by steps.
         attempt: the name of an exchange of which this machine does not know whether the others have
             committed it; "" if there is none.
         attempt_with: the ids of the machines of that exchange.
         complete: whether everything of that exchange has arrived here.
         at_once: whether its training waits for the exchange; otherwise it would train on meanwhile.
+        again: whether it exchanges what was in flight, and was abandoned.
+        whole: whether it exchanges all weights, because it leaves; otherwise a fragment.
         connection: the name of the connections that it holds; "" without.
         unreachable: the ids of machines with which it could not connect.
         unexplained: exchanges with others that have failed in turn, although it reached every
@@ -117,11 +120,14 @@ class Report:
     anchor: int = 0
     joined: bool = False
     steps: int = 0
+    done: int = 0
     samples: int = 1
     attempt: str = ""
     attempt_with: tuple[str, ...] = ()
     complete: bool = False
     at_once: bool = True
+    again: bool = False
+    whole: bool = False
     connection: str = ""
     unreachable: tuple[str, ...] = ()
     unexplained: int = 0
@@ -183,7 +189,7 @@ def read(id: str, content: object) -> Report:
 
 _TEXTS = ("id", "store", "attempt", "connection", "reads")
 _LISTS = ("servers", "attempt_with", "unreachable")
-_FLAGS = ("joined", "complete", "at_once", "exchanged", "left")
+_FLAGS = ("joined", "complete", "at_once", "again", "whole", "exchanged", "left")
 
 
 def _checked(id: str, name: str, value: object) -> Any:
@@ -239,6 +245,8 @@ class Decision:
             `reuse`.
         at_once: whether the training waits for the exchange. It does if any machine waits, which
             leaves or exchanges again, or heals.
+        whole: whether all weights are exchanged, because a machine leaves; what must be exchanged
+            again goes before.
     """
 
     action: QuorumAction
@@ -253,6 +261,7 @@ class Decision:
     name: str = ""
     reuse: bool = False
     at_once: bool = True
+    whole: bool = False
 
 
 def decide(reports: Sequence[Report], me: str) -> Decision:
@@ -326,6 +335,7 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
     }
     if own not in latest:
         return Decision(action=QuorumAction.HEAL, step=step, source=sources[own.id])
+    again = any(report.again for report in latest)
     numbers = [(report.id, report.number) for report in latest]
     connection = latest[0].connection
     return Decision(
@@ -334,7 +344,8 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
         machines=tuple(latest),
         heals=tuple(report for report in behind if sources[report.id] is own),
         participants=tuple(latest),
-        at_once=bool(behind) or any(report.at_once for report in latest),
+        at_once=bool(behind) or again or any(report.at_once for report in latest),
+        whole=not again and any(report.whole for report in latest),
         name=connection_name(latest, numbers),
         reuse=connection.startswith(connection_name(latest))
         and all(x.connection == connection for x in latest),
@@ -358,9 +369,11 @@ def effective_number(machines: Sequence[Report]) -> float:
 
 
 def furthest(machines: Sequence[Report]) -> Report | None:
-    """Return the machine that has done most steps, the first of equals; None if all are equal."""
-    most = max(machines, key=lambda machine: machine.steps)
-    return most if any(machine.steps < most.steps for machine in machines) else None
+    """Return the machine that has done most steps since the latest exchange, the first of equals;
+    None if all are equal.
+    """
+    most = max(machines, key=lambda machine: machine.done)
+    return most if any(machine.done < most.done for machine in machines) else None
 
 
 def connection_name(machines: Iterable[Report], numbers: object = None) -> str:

@@ -157,21 +157,26 @@ class MachinePartner:
     # ----------------------------------------------------------------------------------------------
 
     def exchange(self, outer: OuterSteps, due: Due) -> Sent | Exchanged:
-        self._own = dataclasses.replace(self._own, at_once=True)
-        return self._exchanged(self._meet(due))
+        self._own = dataclasses.replace(self._own, at_once=True, whole=due.fragment is None)
+        result = self._meet(due)
+        if result is _Result.NEW_ROUND and self._own.whole and not self.attempts.whole:
+            result = self._meet(due)  # a fragment had to be exchanged again first
+        return self._exchanged(result)
 
     def send(self, outer: OuterSteps, due: Due) -> Sent | Exchanged:
-        self._own = dataclasses.replace(self._own, at_once=False)
+        self._own = dataclasses.replace(self._own, at_once=False, whole=False)
         return self._exchanged(self._meet(due))
 
     def apply(self, outer: OuterSteps, due: Due) -> Sent | Applied:
-        result = self._meet(due)
-        return Sent() if result is _Result.IN_FLIGHT else Applied()
+        result = self._exchanged(self._meet(due))
+        return result if isinstance(result, Sent) else Applied(result.fragment)
 
     def _exchanged(self, result: "_Result") -> Sent | Exchanged:
+        turn = self.attempts.turn
         if result is _Result.IN_FLIGHT:
-            return Sent()
-        return Exchanged(counts=result is _Result.NEW_ROUND)
+            return Sent(turn)
+        before = (turn - 1) % self._outer.rules.fragments
+        return Exchanged(counts=result is _Result.NEW_ROUND, fragment=before)
 
     def _meet(self, due: Due) -> "_Result":
         """Meet the other machines, and take an outer step with them or the state of one of them.

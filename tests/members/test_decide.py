@@ -107,7 +107,7 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
             assert own in decision.machines and own.step == top
             for other in decision.machines:  # nobody waits for a partner that does not come
                 theirs = by_id[other.id][1]
-                fields = ("action", "machines", "name", "reuse", "step", "at_once")
+                fields = ("action", "machines", "name", "reuse", "step", "at_once", "whole")
                 for name in fields:
                     assert getattr(theirs, name) == getattr(decision, name)
                 assert (other.step, other.anchor) == (own.step, own.anchor)
@@ -533,9 +533,10 @@ def test_an_undecided_exchange(reports: list[Report], expected: dict[str, str]) 
         ([report("a", at_once=False), report("b", at_once=False)], False),
         ([report("a", at_once=False), report("b")], True),
         ([report("a", at_once=False), new("c", at_once=False)], True),
+        ([report("a", at_once=False), report("b", at_once=False, again=True)], True),
         ([report("a", at_once=False), report("b", left=True)], False),
     ],
-    ids=["alone", "all train on", "b exchanges again, or leaves", "c comes", "b has left"],
+    ids=["alone", "all train on", "b waits", "c comes", "b sends again", "b has left"],
 )
 def test_the_training_goes_on_during_an_exchange_if_no_machine_waits(
     reports: list[Report], at_once: bool
@@ -543,6 +544,15 @@ def test_the_training_goes_on_during_an_exchange_if_no_machine_waits(
     decisions = [decide(reports, own.id) for own in reports if own.joined and not own.left]
     assert {decision.action for decision in decisions} == {QuorumAction.EXCHANGE}
     assert {decision.at_once for decision in decisions} == {at_once}
+
+
+def test_all_weights_are_exchanged_when_a_machine_leaves_after_what_must_be_sent_again() -> None:
+    for reports, whole in (
+        ([report("a"), report("b", whole=True)], True),
+        ([report("a"), report("b")], False),
+        ([report("a", again=True), report("b", whole=True)], False),
+    ):
+        assert {decide(reports, own.id).whole for own in reports} == {whole}
 
 
 def test_machines_that_commit_train_on_unless_others_are_ahead() -> None:
@@ -657,7 +667,7 @@ def test_a_machine_counts_with_its_work(
 ) -> None:
     """Equal machines count with exactly 1, and their number is exactly that of the machines."""
     machines = [
-        report(name, steps=steps, samples=samples)
+        report(name, steps=steps, done=steps, samples=samples)
         for name, (steps, samples) in zip("abc", works, strict=False)
     ]
     assert [share_of(own, machines) for own in machines] == pytest.approx(shares, rel=1e-15)

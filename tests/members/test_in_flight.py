@@ -42,26 +42,43 @@ def end(*machines: Machine) -> None:
         assert machine.end()["what"] == "end"
 
 
+def leave(machine: Machine) -> None:
+    """With an exchange in flight."""
+    step = max(machine.rounds, default=0)
+    machine.wait_for(lambda line: line["what"] in ("sent", "round") and line["step"] > step)
+    machine.signal(signal.SIGTERM)
+    assert machine.end()["sent"] is True
+
+
 def sent(machine: Machine) -> list[dict[str, Any]]:
     return [line for line in list(machine.lines) if line["what"] == "sent"]
 
 
-@pytest.mark.parametrize("given", [{}, SHARDED], ids=["", "sharded"])
+STREAMING = {"options": {"fragments": 2, "delay": 1, "outer_momentum": 0.5}}
+IN_TURN = {"options": {"fragments": 2, "outer_momentum": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, SHARDED, STREAMING, SHARDED | STREAMING, IN_TURN],
+    ids=["", "sharded", "fragments", "fragments, sharded", "fragments without delay"],
+)
 def test_the_exchange_runs_behind_the_training(start: Callable[..., Machine], given: Any) -> None:
     """Three machines, of which one comes while an exchange is in flight, and one leaves then. All
     outer steps are those of an oracle in one process, with what each machine has trained meanwhile.
     """
-    a, b = (start(name, least=2, wait_s=10.0, **given) for name in "ab")
+    a, b = (start(name, least=2 if name == "b" else 1, wait_s=10.0, **given) for name in "ab")
     for machine in (a, b):
-        machine.wait_for(lambda line: line["what"] == "sent")
+        machine.wait_for(lambda line: line["what"] in ("sent", "round"))
+    # gloo adds three float32 in another order than the oracle, which shows in a shard
+    together = "world" not in given
+    if not together:
+        leave(b)
     c = start("c", seed=1, **given)
-    a.wait_for(lambda line: line.get("names") == ["a", "b", "c"])
+    a.wait_for(lambda line: line.get("names") == (["a", "b", "c"] if together else ["a", "c"]))
     c.round(max(a.rounds) + 3)
-    step = max(a.rounds)
-    b.wait_for(lambda line: line["what"] == "sent" and line["step"] > step)
-    b.signal(signal.SIGTERM)
-    last = b.end()
-    assert last["sent"] is True
+    if together:
+        leave(b)
     a.wait_for(lambda line: line.get("part") == ["a", "c"])
     a.round(max(a.rounds) + 2)
     end(a, c)
@@ -69,13 +86,20 @@ def test_the_exchange_runs_behind_the_training(start: Callable[..., Machine], gi
     assert_equal_weights(a, b, c, of=["anchor"])
     behind = [line["count"] - line["sent"] for line in a.rounds.values()]
     # only with a machine that comes or leaves the training waits
-    assert behind.count(2) > 6 and set(behind) <= {0, 1, 2}, behind
+    delay = (GIVEN | given)["options"].get("delay", 0)
+    assert behind.count(delay) > 6 and set(behind) <= {*range(delay + 1)}, behind
 
 
 @pytest.mark.parametrize(
     ("fault", "given"),
-    [("unsent", {}), ("arrived", {}), ("unarrived", {}), ("unsent", SHARDED)],
-    ids=["unsent", "arrived", "unarrived", "unsent, sharded"],
+    [
+        ("unsent", {}),
+        ("arrived", {}),
+        ("unarrived", {}),
+        ("unsent", SHARDED),
+        ("unsent", STREAMING),
+    ],
+    ids=["unsent", "arrived", "unarrived", "unsent, sharded", "unsent, fragments"],
 )
 def test_an_exchange_in_flight_fails(start: Callable[..., Machine], fault: str, given: Any) -> None:
     """A machine dies before it has sent its part: the others send the same differences again when
@@ -102,7 +126,7 @@ def test_an_exchange_in_flight_fails(start: Callable[..., Machine], fault: str, 
     log = a.log.read_text()
     assert ("failed, and the machines meet again" in log) == (fault == "unsent"), log
     counts = [line["count"] for line in a.rounds.values()]
-    assert {later - before for before, later in zip(counts, counts[1:], strict=False)} <= {2, 4}
+    assert max(later - before for before, later in zip(counts, counts[1:], strict=False)) <= 4
 
 
 def test_machines_of_different_speed(start: Callable[..., Machine]) -> None:

@@ -540,7 +540,6 @@ def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) 
         ("torch", "diloco", "members='torch'; expected 'torchft', commhooks.Torchft"),
         ("torchft", "int8_compress", "members with hook 'int8_compress', which averages gradients"),
         ("torchft", commhooks.DiLoCo(start_iter=5), "members with start_iter=5; expected 0"),
-        ("torchft", commhooks.DiLoCo(fragments=5), "members with fragments=5; expected 1"),
         (
             commhooks.Torchft(lighthouse="http://host:x"),
             "diloco",

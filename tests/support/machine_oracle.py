@@ -10,6 +10,7 @@ import torch
 import commhooks
 from commhooks.engine.state import LearnedState
 from commhooks.local_steps.compressor import DiLoCoCompressor
+from commhooks.local_steps.flat_weights import divided
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from tests.support.machines import Machine
 from tests.support.member_job import hash_of, new_model, new_optimizer, shard_of, train_step
@@ -39,7 +40,7 @@ class _Simulated:
 
     Attributes:
         count: its steps so far.
-        sent: those of them that are in outer steps.
+        sent: those of them that are in outer steps, of each fragment.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class _Simulated:
         count: int = 0,
     ) -> None:
         self.name = name
-        self.count = self.sent = count
+        self.count = count
+        self.sent = [count] * oracle.fragments
         self.model = oracle.new_model()
         self.optimizer = new_optimizer(self.model)
         self._ranks = range(oracle.world)
@@ -101,6 +103,9 @@ class _Oracle:
         self.new_compressor: Callable[[], Any] = lambda: DiLoCoCompressor(config)
         self.new_model = functools.partial(new_model, 0, **model)
         self.world, self.shards, self.every = world, shards, every
+        self.fragments = config.fragments
+        sizes = {name: part.numel() for name, part in self.new_model().named_parameters()}
+        self._names = divided(sizes, config.fragments)
         self.machines = {name: _Simulated(self, name) for name in first}
         # the state of each optimizer after each outer step
         self._moments: dict[tuple[str, int], Any] = {}
@@ -112,13 +117,18 @@ class _Oracle:
         sent: dict[str, int],
         counts: dict[str, int],
         took: dict[str, tuple[str, int]],
+        whole: bool = False,
     ) -> None:
         """Train, average, and train on while that is in flight. `sent`: the steps of machines when
         they send their weights; `counts`: when they apply the mean. One that has made fewer steps
         counts less. A machine that is new has none, the weights from before, and the state of the
         optimizer that it `took`: of which machine, after which outer step. A machine that has made
-        none, and is not new, was not sure whether the outer step before was taken.
+        none, and is not new, was not sure whether the outer step before was taken. `whole`: of all
+        fragments; otherwise they take turns.
         """
+        turn = (step - 1) % self.fragments
+        turns = range(self.fragments) if whole else [turn]
+        exchanged = [name for turn in turns for name in self._names[turn]]
         source = self.machines[min(self.machines)]
         new = {
             name: _Simulated(
@@ -133,29 +143,31 @@ class _Oracle:
         steps = {}
         for name, machine in self.machines.items():
             machine.train_until(sent.get(name, machine.count + self.every))
-            steps[name] = machine.count - machine.sent
-            machine.sent = machine.count
+            steps[name] = machine.count - machine.sent[turn]
+            for place in turns:
+                machine.sent[place] = machine.count
         means = [
-            self._average([self.machines[name] for name in names], shard, steps)
+            self._average([self.machines[name] for name in names], shard, steps, exchanged)
             for shard in range(self.shards)
         ]
         for place, name in enumerate(names):
             machine = self.machines[name]
-            then = [
-                {n: part.detach().clone() for n, part in machine.shard(self, shard).items()}
-                for shard in range(self.shards)
-            ]
+            then = [_of(machine.shard(self, shard), exchanged) for shard in range(self.shards)]
+            then = [{n: part.detach().clone() for n, part in parts.items()} for parts in then]
+            sent_at = machine.count
             machine.train_until(counts.get(name, 0))
             for shard, flats in enumerate(means):
-                self._apply(machine, shard, flats[place], then[shard])
+                parts = _of(machine.shard(self, shard), exchanged)
+                kept = then[shard] if machine.count > sent_at else None
+                _apply(parts, flats[place], kept)
             self._moments[name, step] = copy.deepcopy(machine.optimizer.state_dict())
 
     @torch.no_grad()
     def _average(
-        self, machines: list[_Simulated], shard: int, steps: dict[str, int]
+        self, machines: list[_Simulated], shard: int, steps: dict[str, int], names: list[str]
     ) -> list[torch.Tensor]:
         """Return the new anchor of each machine, which all have the same bits."""
-        parts = [_last_first(machine.shard(self, shard)) for machine in machines]
+        parts = [_of(machine.shard(self, shard), names) for machine in machines]
         ranks = SimulatedRanks(self.new_compressor, len(machines), parts[0])
         ranks.states = [machine.states[shard] for machine in machines]
         for work, machine in zip(ranks._works, machines, strict=True):
@@ -166,20 +178,21 @@ class _Oracle:
         assert ranks.step(flats)
         return flats
 
-    @torch.no_grad()
-    def _apply(
-        self, machine: _Simulated, shard: int, flat: torch.Tensor, then: dict[str, torch.Tensor]
-    ) -> None:
-        """Set the weights to the new anchor, and add what has changed since `then`."""
-        parts = _last_first(machine.shard(self, shard))
-        anchors = flat.split([part.numel() for part in parts.values()])
-        for (name, part), anchor in zip(parts.items(), anchors, strict=True):
-            new = anchor.view_as(part)
-            part.copy_(new if machine.count == machine.sent else (new - then[name]) + part)
+
+@torch.no_grad()
+def _apply(
+    parts: dict[str, torch.Tensor], flat: torch.Tensor, then: dict[str, torch.Tensor] | None
+) -> None:
+    """Set the weights to the new anchor, and add what has changed since `then`."""
+    anchors = flat.split([part.numel() for part in parts.values()])
+    for (name, part), anchor in zip(parts.items(), anchors, strict=True):
+        new = anchor.view_as(part)
+        part.copy_(new if then is None else (new - then[name]) + part)
 
 
-def _last_first(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return dict(reversed(list(parts.items())))
+def _of(parts: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
+    """Return these parts, the last one first, as they are sent."""
+    return {name: part for name, part in reversed(list(parts.items())) if name in names}
 
 
 def _known(counts: dict[str, int | None]) -> dict[str, int]:
@@ -204,7 +217,8 @@ def compare_with_oracle(
         sent = _known({machine.name: machine.sent_in(step) for machine in machines})
         counts = _known({machine.name: machine.count_in(step) for machine in machines})
         took = {machine.name: machine.took_before(step) for machine in machines}
-        oracle.outer_step(step, names, sent, counts, took)
+        whole = any(line["whole"] for line in lines.values())
+        oracle.outer_step(step, names, sent, counts, took, whole)
         for machine in machines:
             # A machine that has just come has the weights of the others.
             same = oracle.machines.get(machine.name) or next(iter(oracle.machines.values()))

@@ -40,6 +40,7 @@ from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
 from commhooks.local_steps.fragments import OuterSteps
+from commhooks.members.attempts import Attempts
 from commhooks.members.peers import Connections
 from commhooks.members.registered import Registered
 from commhooks.members.state_server import StateServer
@@ -226,6 +227,8 @@ def main(settings: dict) -> None:
         count = 0
         before = None
         flying = None
+        told = 0
+        commits = parts_of_commits()
         attempts = hook._hook.driver.partner.attempts
         anchor = hook._hook.driver.outer.state["anchor"]
         while (
@@ -255,11 +258,13 @@ def main(settings: dict) -> None:
                         flying._exchange.finite()
                         time.sleep(0.5)
                         os.kill(os.getpid(), signal.SIGKILL)
-            if now != before and now[1]:
-                part = [machine.name for machine in attempts.latest]
+            if now != before and (now[1] or len(commits) > told):
+                told = len(commits)
+                part = commits[-1] if commits else []
                 more = {
                     "anchor": hash_of(anchor[name] for name in sorted(anchor)),
                     "sent": attempts.trained,
+                    "whole": attempts.whole,
                     "names": hook.members.names,
                     "part": part,
                     "rank": hook.members.rank,
@@ -315,6 +320,20 @@ def sharded_content(
 ) -> dict[str, Any]:
     weights, moments = get_state_dict(module, optimizer)
     return {"model": weights, "optimizer": moments, "hook": hook}
+
+
+def parts_of_commits() -> list[list[str]]:
+    """The names of the machines of each exchange that this one commits from now on."""
+    commit = Attempts.commit
+    parts: list[list[str]] = []
+
+    def new_commit(attempts: Attempts) -> None:
+        assert attempts.current is not None
+        parts.append([machine.name for machine in attempts.current.decision.machines])
+        commit(attempts)
+
+    Attempts.commit = new_commit
+    return parts
 
 
 def inject(what: str, number: int) -> None:

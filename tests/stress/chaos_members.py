@@ -1,9 +1,11 @@
-"""Lets one of three machines die every few rounds and come back: `members` in `make chaos`.
+"""Lets machines of random speeds come, die every few rounds, and come back: `members` in `make
+chaos`.
 
     python examples/clean_env.py -m tests.stress.chaos --topologies members [--runs 20] [--seed N]
 
-Each run must come to its end in time; after each outer step its machines must have the same
-weights; and its loss at the end must be within 1 % of that of a run which was left alone.
+Each run must come to its end in time; after each outer step its machines must have the same weights
+and the same progress, and each must have counted with the steps that it has done; and its loss at
+the end must be within 1 % of that of a run which was left alone.
 """
 
 import hashlib
@@ -25,7 +27,9 @@ import commhooks
 from tests.support.machines import Machine, lighthouse
 
 NAMES = ("a", "b", "c")
-STEPS, EVERY = 2000, 50
+LATE = "d"
+SPEEDS = (1.0, 1.0, 0.5, 0.2)
+STEPS, EVERY, STEP_S = 2000, 50, 0.002
 LIMIT_S = 240.0
 LARGEST_DIFFERENCE = 0.01
 
@@ -34,12 +38,16 @@ LARGEST_DIFFERENCE = 0.01
 
 
 def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[str, Any]:
-    """Train, with deaths at random times (None: without). Returns what became of it; the loss is
-    not judged yet.
+    """Train, with random speeds, deaths at random times, and mostly a fourth machine that comes
+    later (None: equal speeds, and nobody comes or dies). Returns what became of it; the loss is not
+    judged yet.
     """
     started = time.monotonic()
-    lives = dict.fromkeys(NAMES, 0)
-    row = {"deaths": 0, "came": 0, "failures": []}
+    lives = dict.fromkeys((*NAMES, LATE), 0)
+    speeds = {name: chance.choice(SPEEDS) if chance else 1.0 for name in lives}
+    speeds[NAMES[0]] = 1.0
+    late = chance.randint(2, 15) if chance else sys.maxsize
+    row = {"deaths": 0, "came": 0, "failures": [], "speeds": sorted(speeds.values())}
     # A machine that is slow, because the host is busy, is waited for.
     with lighthouse(wait_s=60.0, dead_s=3.0) as address:
 
@@ -47,7 +55,8 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
             lives[name] += 1
             where = folder / f"{name}{lives[name]}"
             where.mkdir(parents=True)
-            return Machine(Path(__file__), address, where, name, steps=steps, life=lives[name])
+            given = {"steps": steps, "life": lives[name], "step_s": STEP_S / speeds[name]}
+            return Machine(Path(__file__), address, where, name, **given)
 
         everyone = [start(name) for name in NAMES]
         for machine in everyone:
@@ -66,6 +75,9 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
                 # At least one machine that has the state of the training stays.
                 there = [machine for machine in running.values() if machine.rounds]
                 newest = max((max(machine.rounds) for machine in there), default=0)
+                if newest >= late:
+                    late = sys.maxsize
+                    away[LATE] = now
                 if chance is not None and newest >= next_round and next_death == float("inf"):
                     # At any moment of the next round, however fast this host is.
                     next_death = now + chance.uniform(0, 1) * (now - began) / newest
@@ -107,14 +119,19 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
             if not failures
             else "no machine came to the end"
         )
-    by_step: dict[int, set[str]] = {}
+    by_step: dict[int, list[dict[str, Any]]] = {}
     together = 0
     for machine in machines:
         for step, line in machine.rounds.items():
-            by_step.setdefault(step, set()).add(line["weights"])
+            by_step.setdefault(step, []).append(line)
             together += len(line["names"]) > 1
-    if differing := [step for step, weights in by_step.items() if len(weights) > 1]:
-        failures.append(f"other weights on other machines after the outer steps {differing}")
+    for what in ("weights", "progress"):
+        if differing := [
+            step for step, lines in by_step.items() if len({line[what] for line in lines}) > 1
+        ]:
+            failures.append(f"other {what} on other machines after the outer steps {differing}")
+    if miscounted := [step for step, lines in by_step.items() if not _counted(lines)]:
+        failures.append(f"steps were not counted in the outer steps {miscounted}")
     if not together:
         failures.append("no two machines trained together")
     if missing := set(range(1, steps // EVERY + 1)) - by_step.keys():
@@ -122,6 +139,17 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
     if len({(end["weights"], end["step"]) for end in ends}) > 1:
         failures.append("the machines ended with other weights")
     return {"rounds": len(by_step), "loss": ends[0]["loss"] if ends else float("nan")}
+
+
+def _counted(lines: list[dict[str, Any]]) -> bool:
+    """Return whether each machine has counted in an outer step with the steps that it has done. A
+    machine that has died since said nothing; one that has taken a state had no steps.
+    """
+    trained = [line for line in lines if line["steps"] is not None]
+    weights = [line["share"] / line["steps"] for line in trained]
+    return sum(line["share"] for line in trained) < 1 + 1e-6 and all(
+        abs(weight / weights[0] - 1) < 1e-6 for weight in weights
+    )
 
 
 # ---- the campaign --------------------------------------------------------------------------------
@@ -134,7 +162,9 @@ def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
     console.print(
         f"left alone: loss {alone['loss']:.5f}, {alone['seconds']} s {'; '.join(alone['failures'])}"
     )
-    table = Table("run", "deaths", "came back", "rounds", "s", "loss", "difference", "failures")
+    table = Table(
+        "run", "speeds", "deaths", "came back", "rounds", "s", "loss", "difference", "failures"
+    )
     rows = []
     for number in range(runs):
         row = run(folder / str(number), random.Random(f"{seed} {number}"), steps)
@@ -144,7 +174,7 @@ def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
         if not row["deaths"]:
             row["failures"].append("none died")
         rows.append(row | {"difference": difference})
-        shown = (row[name] for name in ("deaths", "came", "rounds", "seconds"))
+        shown = (row[name] for name in ("speeds", "deaths", "came", "rounds", "seconds"))
         failures = "; ".join(row["failures"]) or "-"
         table.add_row(
             str(number), *map(str, shown), f"{row['loss']:.5f}", f"{difference:+.3%}", failures
@@ -188,17 +218,29 @@ def job(settings: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["steps"])
     hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     chance = torch.Generator().manual_seed(1000 * ord(settings["name"]) + settings["life"])
-    before = 0
+    before = steps = 0
     while before < settings["steps"] // EVERY:
         batch = torch.randint(len(inputs), (64,), generator=chance)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+        time.sleep(settings["step_s"])
         optimizer.step()
         scheduler.step()
+        steps += 1
         stats = hook.stats()
         if stats["step"] > before and stats["step_in_round"] == 0:
+            counts = before > 0 and stats["step"] == before + 1
             before = stats["step"]
-            _say("round", step=before, names=hook.members.names, weights=_hash(model))
+            _say(
+                "round",
+                step=before,
+                names=hook.members.names,
+                weights=_hash(model),
+                progress=scheduler.last_epoch,
+                steps=steps if counts else None,
+                share=stats["members_weight"],
+            )
+            steps = 0
     with torch.no_grad():
         loss = float(nn.functional.cross_entropy(model(inputs), targets))
     _say("end", step=before, loss=loss, weights=_hash(model))

@@ -137,6 +137,12 @@ FIGURES = {
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
+    "unequal": Figure(
+        "benchmarks/unequal.py --steps 300 --json FOLDER/unequal.json --results"
+        " FOLDER/unequal.jsonl",
+        30,
+        ("docs/members.md#what-happens",),
+    ),
     "profiled_step": Figure(
         "benchmarks/profiled_step.py --json FOLDER/profiled_step.json --plot"
         " FOLDER/profiled_step.png",
@@ -178,8 +184,8 @@ FIGURES = {
         "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#processes-that-die",)
     ),
     "chaos_members": Figure(
-        "-m tests.stress.chaos --topologies members --seed 1127",
-        15,
+        "-m tests.stress.chaos --topologies members --seed 1128",
+        8,
         ("docs/reliability.md#processes-that-die",),
     ),
     "stragglers": Figure(

@@ -40,6 +40,7 @@ ALONE = {
     "memory": "",
     "shards_loss": "",
     "size": "--hooks powerSGD",
+    "unequal": "",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",

@@ -6,12 +6,18 @@ chaos`.
 Each run must come to its end in time; after each outer step its machines must have the same weights
 and the same progress, and each must have counted with the steps that it has done; and its loss at
 the end must be within 1 % of that of a run which was left alone.
+
+    ... --topologies members --busy 20
+
+lets three machines take 100 outer steps among 20 processes that are always busy, with the limits
+that users have: none may be declared dead.
 """
 
 import hashlib
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +36,8 @@ NAMES = ("a", "b", "c")
 LATE = "d"
 SPEEDS = (1.0, 1.0, 0.5, 0.2)
 STEPS, EVERY, STEP_S = 2000, 50, 0.002
+OUTER_STEPS = 100
+"""Among busy processes."""
 LIMIT_S = 240.0
 LARGEST_DIFFERENCE = 0.01
 
@@ -37,7 +45,14 @@ LARGEST_DIFFERENCE = 0.01
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[str, Any]:
+def run(
+    folder: Path,
+    chance: random.Random | None,
+    steps: int = STEPS,
+    every: int = EVERY,
+    dead_s: float = 3.0,
+    timeout_s: float | None = 5.0,
+) -> dict[str, Any]:
     """Train, with random speeds, deaths at random times, and mostly a fourth machine that comes
     later (None: equal speeds, and nobody comes or dies). Returns what became of it; the loss is not
     judged yet.
@@ -49,14 +64,15 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
     late = chance.randint(2, 15) if chance else sys.maxsize
     row = {"deaths": 0, "came": 0, "failures": [], "speeds": sorted(speeds.values())}
     # A machine that is slow, because the host is busy, is waited for.
-    with lighthouse(wait_s=60.0, dead_s=3.0) as address:
+    with lighthouse(wait_s=60.0, dead_s=dead_s) as address:
 
         def start(name: str) -> Machine:
             lives[name] += 1
             where = folder / f"{name}{lives[name]}"
             where.mkdir(parents=True)
-            given = {"steps": steps, "life": lives[name], "step_s": STEP_S / speeds[name]}
-            return Machine(Path(__file__), address, where, name, **given)
+            given = {"steps": steps, "every": every, "timeout_s": timeout_s}
+            more = {"life": lives[name], "step_s": STEP_S / speeds[name]}
+            return Machine(Path(__file__), address, where, name, **given, **more)
 
         everyone = [start(name) for name in NAMES]
         for machine in everyone:
@@ -104,14 +120,14 @@ def run(folder: Path, chance: random.Random | None, steps: int = STEPS) -> dict[
                 machine.kill()
     row["came"] = len([machine for machine in everyone if machine.rounds]) - len(NAMES)
     row["seconds"] = round(time.monotonic() - started, 1)
-    return row | _result(everyone, steps, row["failures"])
+    return row | _result(everyone, steps // every, row["failures"])
 
 
 def _end(machine: Machine) -> dict[str, Any] | None:
     return next((line for line in list(machine.lines) if line["what"] == "end"), None)
 
 
-def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[str, Any]:
+def _result(machines: list[Machine], outer_steps: int, failures: list[str]) -> dict[str, Any]:
     ends = [end for machine in machines if (end := _end(machine)) is not None]
     if not ends:
         failures.append(
@@ -134,11 +150,16 @@ def _result(machines: list[Machine], steps: int, failures: list[str]) -> dict[st
         failures.append(f"steps were not counted in the outer steps {miscounted}")
     if not together:
         failures.append("no two machines trained together")
-    if missing := set(range(1, steps // EVERY + 1)) - by_step.keys():
+    if missing := set(range(1, outer_steps + 1)) - by_step.keys():
         failures.append(f"nobody took the outer steps {sorted(missing)}")
     if len({(end["weights"], end["step"]) for end in ends}) > 1:
         failures.append("the machines ended with other weights")
-    return {"rounds": len(by_step), "loss": ends[0]["loss"] if ends else float("nan")}
+    together = [step for step, lines in by_step.items() if len(lines[0]["names"]) >= len(NAMES)]
+    apart = sorted(
+        step for step in by_step if step > min(together, default=0) and step not in together
+    )
+    loss = ends[0]["loss"] if ends else float("nan")
+    return {"rounds": len(by_step), "loss": loss, "apart": apart}
 
 
 def _counted(lines: list[dict[str, Any]]) -> bool:
@@ -195,6 +216,27 @@ def campaign(runs: int, seed: int, console: Console, steps: int = STEPS) -> int:
     return failed
 
 
+def among_busy_processes(busy: int, console: Console, outer_steps: int = OUTER_STEPS) -> int:
+    """Let nobody die. Return whether a machine was declared dead all the same, or more failed."""
+    folder = Path(tempfile.mkdtemp(prefix="commhooks-chaos-"))
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(busy)]
+    try:
+        every = 10
+        row = run(folder, None, every * outer_steps, every, dead_s=5.0, timeout_s=None)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if row["apart"]:
+        row["failures"].append(f"not all machines took part after the outer steps {row['apart']}")
+    failures = "; ".join(row["failures"]) or "none was declared dead"
+    console.print(
+        f"{row['rounds']} outer steps, {busy} busy processes, {row['seconds']} s: {failures}"
+    )
+    return int(bool(row["failures"]))
+
+
 # ---- a machine -----------------------------------------------------------------------------------
 
 
@@ -210,8 +252,8 @@ def job(settings: dict[str, Any]) -> None:
     _say("ready")
     while not (Path(settings["folder"]).parent / "go").exists():
         time.sleep(0.01)
-    members = commhooks.Torchft(name=settings["name"], timeout_s=5.0)
-    options = commhooks.DiLoCo(sync_every=EVERY, wire="int4", lr_factor=1.0)
+    members = commhooks.Torchft(name=settings["name"], timeout_s=settings["timeout_s"])
+    options = commhooks.DiLoCo(sync_every=settings["every"], wire="int4", lr_factor=1.0)
     hook = commhooks.attach(model, options, members=members)
     assert hook.members is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -219,7 +261,7 @@ def job(settings: dict[str, Any]) -> None:
     hook.members.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     chance = torch.Generator().manual_seed(1000 * ord(settings["name"]) + settings["life"])
     before = steps = 0
-    while before < settings["steps"] // EVERY:
+    while before < settings["steps"] // settings["every"]:
         batch = torch.randint(len(inputs), (64,), generator=chance)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()

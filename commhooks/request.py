@@ -323,7 +323,7 @@ class HookRequest:
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
 
     @property
-    def form(self) -> str:
+    def given_save_residual(self) -> str:
         """The `save_residual` that the user passed."""
         return "distributed" if self.distributed else self.save_residual
 

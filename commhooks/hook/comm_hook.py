@@ -80,9 +80,15 @@ class CommHook:
     def _register(self, state: Any, on_unused: Callable[[str], None] | None) -> None:
         hook = self._hook
         listeners = [self._unused, *listeners_of(self._request, hook, self._source)]
-        self._source.register(
-            HookCallbacks(self.name, hook.run, hook.end_pass, self, listeners, self._begun), state
+        callbacks = HookCallbacks(
+            self.name,
+            run=hook.run,
+            finish=hook.end_pass,
+            owner=self,
+            listeners=listeners,
+            after_first_pass=self._begun,
         )
+        self._source.register(callbacks, state)
         # fully_shard calls a hook wherever it reduces
         watched = self._source.stepped() if self._source.from_ddp else ()
         self._unused.begin(watched, on_unused)

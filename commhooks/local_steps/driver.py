@@ -36,7 +36,7 @@ class LocalStepsDriver:
         state: where this rank stands.
         still_sent: messages about what DDP still sends in every pass.
         thread: the thread in which the training runs; None before the first forward pass.
-        sample: tells whether something else than the training has changed the weights.
+        sample: tells whether something other than the training has changed the weights.
     """
 
     def __init__(self, name: str, source: GradientSource, outer: OuterSteps) -> None:

@@ -68,6 +68,13 @@ FIGURES = {
         ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
         root=True,
     ),
+    "peers": Figure(  # without hivemind, unless it is the Python of `make bench-peers`
+        "benchmarks/peers.py --results FOLDER/peers.jsonl",
+        60,
+        ("docs/compared.md#measured-side-by-side",),
+        root=True,
+        stored="benchmarks/peers.py --parts --results docs/figures/peers.jsonl",
+    ),
     "link": Figure(
         f"{LINK} --models transformer --compute light --hooks noop ddp fp16 native-int8 native-int4"
         " torch-1 torch-4 native-1 native-4 --json FOLDER/link.json --plot FOLDER/link.png",

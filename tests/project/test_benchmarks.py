@@ -44,6 +44,7 @@ ALONE = {
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
+    "peers": "",
     "time_to_loss": "--plot figures.png",
 }
 needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TUN")

@@ -58,11 +58,19 @@ def address_of(given: str | None) -> str:
     """Return the address of the lighthouse, from the option or the environment. Raises
     HookConfigError.
     """
-    if address := given or os.environ.get(VARIABLE, ""):
-        return address
+    address = given or os.environ.get(VARIABLE, "")
+    if not address:
+        raise HookConfigError(
+            f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that"
+            " `commhooks lighthouse` prints, or give commhooks.Torchft(lighthouse=...)"
+        )
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        parts = urlsplit(address)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port:
+            return address
     raise HookConfigError(
-        f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that"
-        " `commhooks lighthouse` prints, or give commhooks.Torchft(lighthouse=...)"
+        f"the address of the lighthouse is {address!r}; expected one with http:// and a port, such"
+        " as http://10.0.0.5:29510"
     )
 
 
@@ -176,7 +184,8 @@ class Lighthouse:
         except Exception as error:  # torchft raises RuntimeError and TimeoutError
             raise AttachError(
                 f"members: the lighthouse at {address} did not answer within {timeout_s():g} s;"
-                f" start it by `commhooks lighthouse`, or correct {VARIABLE} ({error})"
+                f" start it by `commhooks lighthouse`, or correct {VARIABLE}"
+                f" ({str(error).rpartition('error: ')[2]})"
             ) from error
         self.heartbeats = Heartbeats(timeout_s, self._new_sender, self._others_train, lines)
         self._watch = Watch(self.has_died, self._servers.watch)

@@ -40,9 +40,11 @@ ALONE = {
     "memory": "",
     "shards_loss": "",
     "size": "--hooks powerSGD",
+    "unequal": "",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
+    "peers": "",
     "time_to_loss": "--plot figures.png",
 }
 needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TUN")

@@ -4,10 +4,9 @@ the outer step of the first paper at the end of a round.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,25 +17,22 @@ from commhooks.comm.packing import all_finite
 from commhooks.compressors.base import StepInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
-from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
-from commhooks.engine.state import LearnedState
+from commhooks.engine.session import ABANDONED_LIMIT_S
 from commhooks.engine.streams import in_background, wait_for_background, wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout
-from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.flat_weights import copied, packed
-from commhooks.local_steps.offload import to_host
-from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
+from commhooks.local_steps.flat_weights import packed
+from commhooks.local_steps.outer_state import OuterState
+from commhooks.local_steps.outer_step import ANCHOR, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
 from commhooks.local_steps.replay import Record, Recorder, Replay
 from commhooks.local_steps.schedule import Rules
 from commhooks.local_steps.workspaces import Workspaces
 
 
-class OuterSteps(ExchangeDriver):
+class OuterSteps(OuterState):
     """Runs the outer steps of one model, when the driver says so. All ranks must call each method
     after the same backward passes.
 
@@ -53,19 +49,13 @@ class OuterSteps(ExchangeDriver):
         sizes: Mapping[str, int],
         partner: Partner,
     ) -> None:
-        super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
+        super().__init__(compressor, binding)
         self.partner = partner
         self._workspaces = Workspaces(binding.names, sizes, compressor.config.fragments)
         self._messages = PointToPoint()
         self._in_flight: OuterExchange | None = None
         self._measured: list[torch.Tensor] = []
         self._recorder: Recorder | None = None
-
-    @property
-    def compressor(self) -> LocalStepsCompressor[Any]:
-        compressor = super().compressor
-        assert isinstance(compressor, LocalStepsCompressor)
-        return compressor
 
     @property
     def rules(self) -> Rules:
@@ -83,20 +73,8 @@ class OuterSteps(ExchangeDriver):
         buffers = self._fragment(number)
         if not buffers:
             return
-        with self._as_behind(buffers[0].layout.device):
+        with self.as_behind(buffers[0].layout.device):
             self._exchange(buffers)
-
-    @contextlib.contextmanager
-    def _as_behind(self, device: torch.device) -> Iterator[None]:
-        """With a delay run the body on the stream to which the memory of the learned state
-        belongs.
-        """
-        if not self.compressor.config.delay:
-            yield
-            return
-        with in_background(device, after_current=True):
-            yield
-        wait_for_background(device)
 
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
         """Exchange two buffers at a time, so that the memory needed does not grow with the
@@ -206,7 +184,7 @@ class OuterSteps(ExchangeDriver):
         """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
         or any shard. All ranks of a model must call this.
         """
-        with self._as_behind(exchange.device):
+        with self.as_behind(exchange.device):
             good = self._commit_on_all_ranks(exchange)
         exchange.write_weights(keep_training=bool(exchange.sent) and bool(good))
 
@@ -232,22 +210,8 @@ class OuterSteps(ExchangeDriver):
                     self.state[ANCHOR.key][slot.name].copy_(slot.of(flat))
                 exchange.results.append(flat)
             if self.compressor.config.outer_momentum:
-                self._share_momentum(work.layout, exchanged=exchange.exchanges)
+                self.share_momentum(work.layout, exchanged=exchange.exchanges)
         return good
-
-    def _share_momentum(self, layout: BucketLayout, *, exchanged: bool) -> None:
-        """Copy the momentum of a buffer from rank 0 to all ranks of the model, which may all save
-        it.
-        """
-        momentum = self.state[MOMENTUM.key]
-        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-        for slot in layout.slots if exchanged else ():
-            slot.of(flat).copy_(momentum[slot.name])
-        broadcast_first(flat, self.consensus.binding.group(), self.counters, "the outer step")
-        if not exchanged:
-            names = [slot.name for slot in layout.slots]
-            momentum.update({slot.name: slot.of(flat).clone() for slot in layout.slots})
-            self.place_state(names)
 
     # ---- what they share
     # ---------------------------------------------------------------------------------------------
@@ -295,37 +259,14 @@ class OuterSteps(ExchangeDriver):
         shards = self.consensus.binding.shard_group
         return good if shards is None else good_on_all(good, shards, "all shards")
 
+    def norm_and_cosine(self) -> tuple[float | None, float | None]:
+        return norm_and_cosine(self._measured)
+
     def _fragment(self, number: int | None) -> list[OuterStepWorkspace]:
         """Return the buffers of a fragment; None: of all weights."""
         if number is None:
             return self._workspaces.of_all(self.compressor)
         return self._workspaces.of_fragment(number, self.compressor)
-
-    # ---- anchor and momentum
-    # -----------------------------------------------------------------------------------------
-
-    def norm_and_cosine(self) -> tuple[float | None, float | None]:
-        return norm_and_cosine(self._measured)
-
-    def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        # one by one, because the whole anchor may not fit on the device
-        for name, parameter in parameters.items():
-            self.state[ANCHOR.key].update(copied({name: parameter}))
-            self.place_state([name])
-
-    def place_state(self, names: Iterable[str] | None = None) -> None:
-        """Move anchor and momentum of these parameters (None: all) to where they are kept."""
-        known = self.consensus.binding.names.named_parameters()
-        for key, kept in self.state.entries.items():
-            for name in kept.keys() if names is None else kept.keys() & names:
-                if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(
-                    known[name].device
-                ):
-                    kept[name] = to_host(kept[name])
-                elif self.compressor.config.delay:
-                    # Commits on the background stream free memory that this stream has allocated.
-                    with in_background(kept[name].device, after_current=False):
-                        keep_for_current_stream([kept[name]])
 
 
 def _verdict(good: torch.Tensor) -> torch.Tensor | bool:

@@ -45,10 +45,22 @@ class Attempts:
         self._outer, self._common = outer, common
 
     @property
+    def round(self) -> int:
+        """The number of the running round: outer steps before it, with those discarded."""
+        state = self._outer.state
+        return state.step + state.nonfinite_steps
+
+    @property
+    def point(self) -> int:
+        """The number of the point for which the machines of a round train: the exchange, or if it
+        is in flight its commit.
+        """
+        return 2 * self.round + (self.current is not None)
+
+    @property
     def turn(self) -> int:
         """The fragment whose turn it is: equal on all machines with this anchor."""
-        state = self._outer.state
-        return (state.step + state.nonfinite_steps) % self._outer.rules.fragments
+        return self.round % self._outer.rules.fragments
 
     def reported(self, own: Report, trained: int) -> dict[str, Any]:
         """Return what `own` is to report. `trained`: passes of this machine."""
@@ -82,6 +94,22 @@ class Attempts:
         failure = self.current.run(self._outer, self._common, limit_s)
         if self.current.in_flight:
             self._shared_at = trained
+        return self._said(failure)
+
+    def arrive(self, deadline: float | None) -> str:
+        """Wait for what is in flight, which is due. Returns what has failed, or ""."""
+        if self.current is None or not self.current.in_flight:
+            return ""
+        return self._said(self.current.arrive(deadline))
+
+    def _said(self, failure: str) -> str:
+        if failure and self.current is not None:
+            self._machine.lines.say(
+                "an outer step among %s failed, and the machines meet again: %s",
+                ", ".join(machine.name for machine in self.current.decision.machines),
+                failure,
+                about=self.current.decision.name,
+            )
         return failure
 
     def abandon(self) -> None:

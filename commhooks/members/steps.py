@@ -122,36 +122,22 @@ class MachinePartner:
     # ---- when another machine has come to the point for which this one trains
     # ----------------------------------------------------------------------------------------------
 
-    @property
-    def _round(self) -> int:
-        """The number of the running round: outer steps before it, with those discarded."""
-        state = self._outer.state
-        return state.step + state.nonfinite_steps
-
-    @property
-    def _point(self) -> int:
-        """The number of the point for which the machines of a round train: the exchange, or if it
-        is in flight its commit.
-        """
-        return 2 * self._round + (self.attempts.current is not None)
-
     def looks_every(self, passes: int) -> int:
         if self.options.wait_for == "all":
             return 0
         return 1 if self._machine.ranks.alone else max(1, passes // _LOOKS)
 
     def another_is_done(self) -> bool:
-        over, ranks = self._machine.round_end.is_over(self._point), self._machine.ranks
+        over, ranks = self._machine.round_end.is_over(self.attempts.point), self._machine.ranks
         return over if ranks.alone else not ranks.all_agree(not over)
 
     def _tell(self, machines: Sequence[Report]) -> None:
         """Tell `machines` that this one is at the point, unless they know it from another one."""
-        round_end = self._machine.round_end
-        if self.options.wait_for == "all" or not self.logs or round_end.is_over(self._point):
-            return
-        others = [machine for machine in machines if machine.id != self._own.id]
-        if others:
-            round_end.tell([machine.servers[0] for machine in others], self._point)
+        round_end, point = self._machine.round_end, self.attempts.point
+        others = [machine.servers[0] for machine in machines if machine.id != self._own.id]
+        tells = self.options.wait_for == "first" and self.logs
+        if tells and others and not round_end.is_over(point):
+            round_end.tell(others, point)
 
     # ---- an outer step
     # ----------------------------------------------------------------------------------------------
@@ -186,7 +172,8 @@ class MachinePartner:
             raise HookRunError("members: this machine has left the run (members.leave)")
         deadline = None if due.limit_s is None else time.monotonic() + due.limit_s
         self._tell(self.participants)
-        self._arrive(deadline)
+        if self.attempts.arrive(deadline):
+            self._failed()
         result, failures = _Result.SAME_ROUND, list[str]()
         while True:
             decision = self._decide(due.trained, deadline)
@@ -241,15 +228,8 @@ class MachinePartner:
         )
 
     def _heal(self, decision: Decision, trained: int, deadline: float | None) -> None:
-        """Take the state of another machine, while the others go on without this one; or the few
-        outer steps that are missing, for which they wait.
-        """
-        assert decision.source is not None
-        self._machine.history.end()
-        reads_on = self.healing.reads == decision.source.id
-        if self._machine.lighthouse is not None and not reads_on:
-            self._machine.lighthouse.step_aside()
-        if self.healing.heal(decision, self._limit(deadline)):
+        """Take the state of another machine."""
+        if self.healing.heal(decision, self._machine.limit_s(deadline)):
             self._own = dataclasses.replace(self._own, joined=True)
         self.attempts.begin(trained)
 
@@ -261,11 +241,11 @@ class MachinePartner:
         the texts.
         """
         own = next(machine for machine in decision.machines if machine.id == self._own.id)
-        failure = self.attempts.run(decision, own, trained, self._limit(deadline))
+        failure = self.attempts.run(decision, own, trained, self._machine.limit_s(deadline))
         if not failure:
             return True
         failures.append(failure)
-        self._failed(failure)
+        self._failed()
         if not decision.at_once:  # for others it may be in flight
             self._tell(decision.machines)
         if len(failures) >= _MOST_FAILURES:
@@ -274,54 +254,32 @@ class MachinePartner:
             )
         return False
 
-    def _arrive(self, deadline: float | None) -> None:
-        """Wait for what is in flight, which is due."""
-        attempt = self.attempts.current
-        if attempt is not None and attempt.in_flight and (failure := attempt.arrive(deadline)):
-            self._failed(failure)
-
-    def _failed(self, failure: str) -> None:
-        """Say that the attempt has failed. It stays; the next quorum commits or abandons it."""
+    def _failed(self) -> None:
+        """Count an attempt that has failed. It stays; the next quorum commits or abandons it."""
         attempt = self.attempts.current
         assert attempt is not None
         if self._machine.ranks.exchanges:
             unexplained = 0 if attempt.explained else self._own.unexplained + 1
             self._own = dataclasses.replace(self._own, unexplained=unexplained)
-        self._machine.lines.say(
-            "an outer step among %s failed, and the machines meet again: %s",
-            _names(attempt.decision.machines),
-            failure,
-            about=attempt.decision.name,
-        )
 
     def _commit(self) -> bool:
         """Commit the attempt. Return whether it was behind the training."""
         attempt = self.attempts.current
         assert attempt is not None
         self.attempts.commit()
-        self._machine.history.round = self._round
+        self._machine.history.round = self.attempts.round
         self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
         return not attempt.decision.at_once
 
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
         self._machine.numbers.begin_round()
-        self._machine.history.round = self._round
+        self._machine.history.round = self.attempts.round
         self._go_on(decision)
 
     def _go_on(self, decision: Decision) -> None:
         """Train on with the participants of `decision`."""
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
-        self._machine.round_end.begin(self._point)
+        self._machine.round_end.begin(self.attempts.point)
         self.healing.reads = ""
-
-    def _limit(self, deadline: float | None) -> float:
-        timeout_s = self._machine.timeout_s()
-        return (
-            timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
-        )
-
-
-def _names(machines: Sequence[Report]) -> str:
-    return ", ".join(machine.name for machine in machines)

@@ -61,6 +61,7 @@ class Machine:
             history=History(lambda: 1.0),
             numbers=Numbers(),
             timeout_s=lambda: 1.0,
+            limit_s=lambda deadline: 1.0,
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)

@@ -80,8 +80,8 @@ EXPLAINED = {
         "self.held.settle()",
     ): "machines that come and go are not simulated",
     (
-        "local_steps/fragments.py",
-        "_as_behind",
+        "local_steps/outer_state.py",
+        "as_behind",
         "wait_for_background(device)",
     ): "the host has waited for the outcome",
     (

@@ -25,6 +25,7 @@ OTHER = Report(
     anchor=7,
     joined=True,
     steps=20,
+    done=20,
     exchanged=True,
     servers=("10.0.0.2:1",),
 )

@@ -117,14 +117,15 @@ class _Oracle:
         sent: dict[str, int],
         counts: dict[str, int],
         took: dict[str, tuple[str, int]],
-        whole: bool = False,
+        whole: bool,
+        kept: set[str],
     ) -> None:
         """Train, average, and train on while that is in flight. `sent`: the steps of machines when
         they send their weights; `counts`: when they apply the mean. One that has made fewer steps
         counts less. A machine that is new has none, the weights from before, and the state of the
         optimizer that it `took`: of which machine, after which outer step. A machine that has made
         none, and is not new, was not sure whether the outer step before was taken. `whole`: of all
-        fragments; otherwise they take turns.
+        fragments; otherwise they take turns. `kept`: the machines that have trained on meanwhile.
         """
         turn = (step - 1) % self.fragments
         turns = range(self.fragments) if whole else [turn]
@@ -154,12 +155,10 @@ class _Oracle:
             machine = self.machines[name]
             then = [_of(machine.shard(self, shard), exchanged) for shard in range(self.shards)]
             then = [{n: part.detach().clone() for n, part in parts.items()} for parts in then]
-            sent_at = machine.count
             machine.train_until(counts.get(name, 0))
             for shard, flats in enumerate(means):
                 parts = _of(machine.shard(self, shard), exchanged)
-                kept = then[shard] if machine.count > sent_at else None
-                _apply(parts, flats[place], kept)
+                _apply(parts, flats[place], then[shard] if name in kept else None)
             self._moments[name, step] = copy.deepcopy(machine.optimizer.state_dict())
 
     @torch.no_grad()
@@ -218,7 +217,8 @@ def compare_with_oracle(
         counts = _known({machine.name: machine.count_in(step) for machine in machines})
         took = {machine.name: machine.took_before(step) for machine in machines}
         whole = any(line["whole"] for line in lines.values())
-        oracle.outer_step(step, names, sent, counts, took, whole)
+        kept = {machine.name for machine in machines if machine.kept_in(step)}
+        oracle.outer_step(step, names, sent, counts, took, whole, kept)
         for machine in machines:
             # A machine that has just come has the weights of the others.
             same = oracle.machines.get(machine.name) or next(iter(oracle.machines.values()))

@@ -171,6 +171,12 @@ class Machine:
                 return int(line["trained"])
         return None
 
+    def kept_in(self, step: int) -> bool:
+        """Return whether outer step `step` was behind its training."""
+        if step in self.rounds:
+            return bool(self.rounds[step]["kept"])
+        return any(line["what"] == "sent" and line["step"] == step - 1 for line in list(self.lines))
+
     def count_in(self, step: int) -> int | None:
         """Return its number of steps at the commit of outer step `step`; None if it has not
         told.

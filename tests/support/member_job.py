@@ -228,7 +228,7 @@ def main(settings: dict) -> None:
         before = None
         flying = None
         told = 0
-        commits = parts_of_commits()
+        commits = commits_from_now_on()
         attempts = hook._hook.driver.partner.attempts
         anchor = hook._hook.driver.outer.state["anchor"]
         while (
@@ -260,13 +260,13 @@ def main(settings: dict) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
             if now != before and (now[1] or len(commits) > told):
                 told = len(commits)
-                part = commits[-1] if commits else []
+                commit = commits[-1] if commits else {"part": [], "kept": False}
                 more = {
                     "anchor": hash_of(anchor[name] for name in sorted(anchor)),
                     "sent": attempts.trained,
                     "whole": attempts.whole,
                     "names": hook.members.names,
-                    "part": part,
+                    **commit,
                     "rank": hook.members.rank,
                     "position": position[0],
                 }
@@ -322,18 +322,21 @@ def sharded_content(
     return {"model": weights, "optimizer": moments, "hook": hook}
 
 
-def parts_of_commits() -> list[list[str]]:
-    """The names of the machines of each exchange that this one commits from now on."""
+def commits_from_now_on() -> list[dict[str, Any]]:
+    """Of each exchange that this machine commits from now on: the names of its machines, and
+    whether it was behind the training.
+    """
     commit = Attempts.commit
-    parts: list[list[str]] = []
+    commits: list[dict[str, Any]] = []
 
     def new_commit(attempts: Attempts) -> None:
         assert attempts.current is not None
-        parts.append([machine.name for machine in attempts.current.decision.machines])
+        part = [machine.name for machine in attempts.current.decision.machines]
+        commits.append({"part": part, "kept": bool(attempts.current.sent)})
         commit(attempts)
 
     Attempts.commit = new_commit
-    return parts
+    return commits
 
 
 def inject(what: str, number: int) -> None:

@@ -35,12 +35,16 @@ ALONE = {
     "language_model": "--plot figures.png",
     "local_steps": "",
     "launches": "",
-    "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
+    "members": "--seconds 3 --kill-every 4 --jobs members torchft-DiLoCo"
+    " --results rows.jsonl --plot figures.png",
     "memory": "",
+    "shards_loss": "",
     "size": "--hooks powerSGD",
+    "unequal": "",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
+    "peers": "",
     "time_to_loss": "--plot figures.png",
 }
 needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TUN")

@@ -15,7 +15,7 @@ import torch
 
 import commhooks
 from commhooks import HookConfigError
-from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.comm.packing import WIRE_DTYPES
 from commhooks.registry import COMPRESSORS
 from commhooks.tools import cli
 from commhooks.tools.cli import main
@@ -379,6 +379,24 @@ def test_other_errors_of_the_script_pass_through(folder: Path) -> None:
     (folder / "script_of_this_test.py").write_text(SCRIPT.format("raise KeyError('mine')"))
     with pytest.raises(KeyError, match="mine"):
         call("script_of_this_test:build")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("lighthouse --wait-s -1", "--wait-s -1; expected seconds, more than 0"),
+        ("lighthouse --heartbeat-timeout-s nan", "--heartbeat-timeout-s nan; expected seconds"),
+        ("machines --once", "no lighthouse: give --lighthouse http://host:29510, or set TORCHFT_"),
+        ("machines --once --lighthouse 10.0.0.5", "'10.0.0.5'; expected one with http:// and a"),
+        ("machines --once --lighthouse http://127.0.0.1:1", "not answer: [Errno 111] Connection"),
+    ],
+)
+def test_what_members_need_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, sentence: str
+) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    assert main(words.split()) == 1
+    assert sentence in capsys.readouterr().err
 
 
 def test_lighthouse_prints_its_address_and_ends_with_ctrl_c() -> None:

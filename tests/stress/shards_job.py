@@ -148,7 +148,7 @@ def transformers(job: Job) -> Trained:
     pretend_to_have_accelerators()
     dataset = [{"images": image, "labels": label} for image, label in digits()[0]]
     trainer = CommHookTrainer(
-        Model(), arguments, train_dataset=dataset, callbacks=[Watching()], hook={"shards": "int8"}
+        Model(), arguments, train_dataset=dataset, callbacks=[Watching()], shards="int8"
     )
     checkpoint = str(job.folder / f"checkpoint-{steps}") if job.resumes else None
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -1,14 +1,14 @@
-"""Two nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks
-on both sides.
+"""Nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks in
+them.
 
     with Link() as link, Ranks(link, Path(__file__), model_name="tiny") as ranks:
         link.limit("100mbit")
         answer = ranks.job(timeout_s=60, steps=5)
 
-`tc tbf` limits the rate in both directions. `LongLink` also delays the packets. Needs Linux, root,
-`ip` and `tc` (LongLink: /dev/net/tun); if something is missing, it exits with a message. The
-namespaces have names that no other run uses, and are removed at the end, also after Ctrl-C and
-SIGTERM.
+`tc tbf` limits the rate in both directions. `Switch` joins more nodes than two, and `LongLink` also
+delays the packets. Needs Linux, root, `ip` and `tc` (LongLink: /dev/net/tun); if something is
+missing, it exits with a message. The namespaces have names that no other run uses, and are removed
+at the end, also after Ctrl-C and SIGTERM.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import queue
 import select
 import shutil
 import signal
+import string
 import struct
 import subprocess
 import sys
@@ -51,8 +52,11 @@ class Link:
     """Two namespaces, joined by a veth pair."""
 
     def __init__(self) -> None:
-        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in "ab"]
-        self.interfaces = [f"ch{os.getpid()}{side}" for side in "ab"]
+        self._name("ab")
+
+    def _name(self, sides: str) -> None:
+        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in sides]
+        self.interfaces = [f"ch{os.getpid()}{side}" for side in sides]
 
     def __enter__(self) -> "Link":
         if reason := _missing():
@@ -91,22 +95,44 @@ class Link:
         messages are limited, too.
         """
         for namespace, interface in self.ends():
-            subprocess.run(
-                ["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"],
-                capture_output=True,
-            )
-            if rate != "unlimited":
-                burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
-                shape = (
-                    "tbf",
-                    "rate",
-                    rate,
-                    "burst",
-                    str(burst),
-                    "limit",
-                    str(max(10_000_000, 2 * burst)),
-                )
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+            _limit(namespace, interface, rate)
+
+
+class Switch(Link):
+    """`nodes` namespaces with a cable each to a switch, a bridge in a namespace of its own."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__()
+        self._name(string.ascii_lowercase[:nodes])
+        self._switch = f"commhooks-{os.getpid()}-switch"
+
+    def _join(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        for namespace, interface in self.ends():
+            port = ("type", "veth", "peer", "name", interface, "netns", self._switch)
+            _run("ip", "link", "add", interface, "netns", namespace, *port)
+            _run("ip", "-n", self._switch, "link", "set", interface, "master", "bridge", "up")
+
+    def limit(self, rate: str) -> None:
+        """Limit what each node sends, and what it receives."""
+        super().limit(rate)
+        for interface in self.interfaces:
+            _limit(self._switch, interface, rate)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        subprocess.run(["ip", "netns", "del", self._switch], capture_output=True)
+
+
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    queue = ("-n", namespace, "qdisc")
+    subprocess.run(["tc", *queue, "del", "dev", interface, "root"], capture_output=True)
+    if rate != "unlimited":
+        burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
+        limits = ("burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
+        _run("tc", *queue, "add", "dev", interface, "root", "tbf", "rate", rate, *limits)
 
 
 class LongLink(Link):

@@ -1,4 +1,4 @@
-"""Step time of real DDP training over a slow link, and the bytes that travelled.
+"""Step time of real training with DDP or FSDP2 over a slow link, and the bytes that travelled.
 
     sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models
                                    transformer] [--compute light heavy] [--steps 5] [--nodes 2]
@@ -6,11 +6,11 @@
     python benchmarks/link.py --from FILE --plot PNG
 
 The link is that of limited_link.py, with --rtt (a round trip, ms) a long one, with more than two
---nodes a switch, and each node has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook are
-kept for all rates. The first steps, in which DDP rebuilds its buckets and PowerSGD has not begun,
-run without a limit. Then the hooks take turns. A step is forward, backward and SGD on one torch
-thread per rank, from a common start to the end of the slowest rank. For hooks that communicate once
-in a round of several steps (diloco-30) it is the mean over a round.
+--nodes a switch, and each node has --ranks-per-node ranks. The processes of a model, its data and
+one model per hook are kept for all rates. The first steps, in which DDP rebuilds its buckets and
+PowerSGD has not begun, run without a limit. Then the hooks take turns. A step is forward, backward
+and SGD on one torch thread per rank, from a common start to the end of the slowest rank. For hooks
+that communicate once in a round of several steps (diloco-30) it is the mean over a round.
 
   light, heavy   64 and 512 tokens per rank
   cost removed   the share of the network's cost that the hook removes: 1 - (hook - noop) / (ddp -
@@ -412,7 +412,7 @@ def main() -> None:
         "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
         "x faster than fsdp2": number("faster_than_fsdp2", "{:.2f}"),
     }
-    report("link", "link: DDP training of two nodes over a limited link", args, at, rows, columns)
+    report("link", "link: training over a limited link", args, at, rows, columns)
     if args.plot is not None:
         draw(rows, at, args.plot)
 

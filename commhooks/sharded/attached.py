@@ -30,7 +30,6 @@ from commhooks.sharded.scatter import ScatterGradients
 from commhooks.sharded.traffic import Traffic
 from commhooks.sharded.units import Unit, units_of
 
-
 _BUFFERS = ("gathered", "scattered", "copies", "grouped")
 """Memory that all units share: messages of gathers and of scatters, which may be on their way at
 the same time, copies of a row for a kernel, and rows in the order of the nodes."""
@@ -119,7 +118,7 @@ class AttachedShards:
     def _codec(self, layout: RowLayout | None) -> Codec | None:
         if layout is None or not layout.compressed:
             return None
-        return Codec(layout, self._memory["copies"], native=self.native)
+        return Codec(layout, self._memory["copies"], rows=self.ranks, native=self.native)
 
     @property
     def memory_bytes(self) -> dict[str, int]:

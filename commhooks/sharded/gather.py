@@ -98,14 +98,18 @@ class GatherWeights:
         clocks = self._traffic.counters.clocks
         places = self._route.places
         with clocks.measure(rows.device):
-            codec.encode(own_row, messages[places[group.rank()]])
+            place = places[group.rank()]
+            codec.encode(own_row.unsqueeze(0), messages[place : place + 1])
             wait = self._route.gather(messages, group, self._what)
 
         def finish() -> None:
             with clocks.measure(rows.device):
                 wait()
-                for place, row in zip(places, rows, strict=True):
-                    codec.decode(messages[place], row)
+                if places == range(self._ranks):
+                    codec.decode(messages, rows)
+                else:
+                    for place, row in zip(places, rows, strict=True):
+                        codec.decode(messages[place : place + 1], row.unsqueeze(0))
                 self._memory.give_back(buffer)
 
         return finish

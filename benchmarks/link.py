@@ -68,6 +68,7 @@ HOOKS = [
 ]
 SIZES = {
     "transformer": {"light": 64, "heavy": 512},
+    "small_transformer": {"light": 64, "heavy": 512},
     "tiny_transformer": {"light": 64, "heavy": 128},
 }
 START, WARM_UP = 2, 4

@@ -30,16 +30,17 @@ class Codec:
         self.layout = layout
         self._parts: list[Part] = []
         dtype = layout.dtype
-        plain = {"rows": rows, "device": scratch.device}
+        device = scratch.device
         if layout.form == "bf16":
-            self._parts.append(PlainPart(layout.compressed, dtype, torch.bfloat16, **plain))
+            wire = torch.bfloat16
+            self._parts.append(PlainPart(layout.compressed, dtype, wire, rows, device))
         elif native:
             self._parts.append(NativeBlocks(layout.compressed, layout.code, dtype, scratch))
         else:
             blocks = TorchBlocks(layout.compressed, layout.code, dtype, scratch, rows)
             self._parts.append(blocks)
         if layout.exact:
-            self._parts.append(PlainPart(layout.exact, dtype, dtype, **plain))
+            self._parts.append(PlainPart(layout.exact, dtype, dtype, rows, device))
         sizes = [aligned(part.nbytes) for part in self._parts]
         *self._starts, self.message_bytes = itertools.accumulate(sizes, initial=0)
 

@@ -38,6 +38,7 @@ ALONE = {
     "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
     "memory": "",
     "size": "--hooks powerSGD",
+    "step_cost": "",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",

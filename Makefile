@@ -33,7 +33,7 @@ test-versions:
 test-mutants: $(READY)
 	@$(CLEAN) -m tests.stress.mutation $(AREAS)
 
-# Each feature taken out of a copy of the tree, as CONTRIBUTING.md says, and the tests of the rest: some minutes.
+# Each feature taken out of a copy of the tree, as CONTRIBUTING.md says, and the tests of the rest: a quarter of an hour.
 # make test-rooms ARGS="auto"
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)

@@ -9,7 +9,7 @@ from accelerate import Accelerator, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commhooks.arguments import HookArguments
-from accelerate_commhooks.models import HookedModels
+from accelerate_commhooks.hooked_models import HookedModels
 from accelerate_commhooks.prepare import check_takes_hook, override_prepare
 from accelerate_commhooks.saving import any_model_has_hook, ensure_hook_saver
 from accelerate_commhooks.unattached import CALL_ATTACH, call_before_step, raise_or_warn, warn_alone

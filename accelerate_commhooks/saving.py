@@ -154,6 +154,8 @@ class HookSaver:
                 _folder(folder, number).remove()
                 _folder(folder, number).save(hook)
 
+        # `state_dict` needs all ranks, which run through the same models in the same order. The
+        # states are made one after another, so that only one is in memory.
         def files() -> Iterator[tuple[Path, dict[str, Any] | None]]:
             for number, model in enumerate(models):
                 if not model.is_sharded and (hook := model.hook) is not None:

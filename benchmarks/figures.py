@@ -134,6 +134,12 @@ FIGURES = {
         ("docs/diloco.md#the-learning-rate",),
         stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished",
     ),
+    "shards_loss": Figure(
+        "benchmarks/shards_loss.py --results FOLDER/shards_loss.jsonl",
+        90,
+        ("docs/fsdp2.md#models-sharded-over-several-machines",),
+        stored="benchmarks/shards_loss.py --results docs/figures/shards_loss.jsonl",
+    ),
     "diloco_rounds": Figure(
         "benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
         0.1,
@@ -142,9 +148,9 @@ FIGURES = {
         stored="benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
     ),
     "members": Figure(
-        "benchmarks/members.py --seconds 90 --json FOLDER/members.json --results"
+        "benchmarks/members.py --json FOLDER/members.json --results"
         " FOLDER/members.jsonl --plot FOLDER/members.png",
-        10,
+        8,
         ("docs/members.md#what-a-death-costs",),
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",

@@ -5,7 +5,8 @@
 
 The language model of language_model.py or a small network on scikit-learn's digits is trained by
 ranks that are simulated in one process. Each has weights and an optimizer of its own, and a share
-of the batch of a step. Every `every` steps their weights become
+of the batch of a step, or with `sequences` a batch of its own. Every `every` steps their weights
+become
 
     g = mean over the ranks of (anchor - weights)
     v = momentum v + g
@@ -19,6 +20,7 @@ the gradients in every step) is. Finished runs are appended to --results and not
             the seeds
   to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and
             learning rate
+  to best   the same, to the best of the all-reduces that were run, at whatever `inner`
   accuracy  of the digits: mean over the seeds
   bytes     sent per rank and step on average, as a share of what an all-reduce in float32 sends
 """
@@ -73,6 +75,9 @@ class Setting:
         inner: factor of every optimizer's learning rate; "sqrt", the default of commhooks, is the
             square root of the number of ranks, for AdamW only.
         clip: maximum norm of a rank's gradient; 0: no limit.
+        sequences: of each rank in a step; 0: the batch of the task is divided among the ranks.
+        radial: multiply the mean difference of each tensor by the mean of the ranks' norms over its
+            own norm ("radial averaging" of Decoupled DiLoCo, arXiv 2604.21428).
     """
 
     task: str = "language"
@@ -85,6 +90,8 @@ class Setting:
     wire: str = "allreduce"
     inner: str = "1"
     clip: float = 1.0
+    sequences: int = 0
+    radial: bool = False
 
     @classmethod
     def parse(cls, words: str) -> "Setting":
@@ -101,7 +108,9 @@ class Setting:
 
 
 class Task(Protocol):
-    """Data and a model."""
+    """Data and a model. `size`: of the batch of a step, of all ranks."""
+
+    size: int
 
     def model(self) -> nn.Module: ...
     def batch(self, generator: torch.Generator) -> torch.Tensor: ...
@@ -110,11 +119,13 @@ class Task(Protocol):
 
 
 class Language:
+    size = BATCH
+
     def model(self) -> nn.Module:
         return ByteTransformer()
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
-        return windows(text()[0], BATCH, generator)
+        return windows(text()[0], self.size, generator)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return loss_of(model, batch)
@@ -137,6 +148,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 class Digits:
+    size = 64
+
     def __init__(self) -> None:
         images, self.labels, test_images, self.test_labels = digits()
         self.images = images.flatten(1)
@@ -148,7 +161,7 @@ class Digits:
         )
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(len(self.labels), (64,), generator=generator)
+        return torch.randint(len(self.labels), (self.size,), generator=generator)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(self.images[batch]), self.labels[batch])
@@ -248,6 +261,17 @@ class Ranks:
         for schedule in self.schedules:
             schedule.step()
 
+    def norms(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the norm of each parameter's part of `flat`."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters[0]])
+        return torch.stack([part.norm() for part in parts])
+
+    def scale(self, flat: torch.Tensor, factors: torch.Tensor) -> None:
+        """Multiply each parameter's part of `flat`."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters[0]])
+        for part, factor in zip(parts, factors, strict=True):
+            part *= factor
+
     def weights(self) -> list[torch.Tensor]:
         return [_flat(p.detach() for p in parameters) for parameters in self.parameters]
 
@@ -265,6 +289,8 @@ def train(job: Job) -> Row:
     setting = Setting.parse(words)
     torch.set_num_threads(1)
     task = TASKS[setting.task]()
+    if setting.sequences:
+        task.size = setting.sequences * count
     torch.manual_seed(seed)
     ranks = Ranks(count, steps, setting, task)
     wire = SimulatedRanks(lambda: compressor_of(setting.wire), count, ranks.named)
@@ -282,7 +308,10 @@ def train(job: Job) -> Row:
             continue
         rounds += 1
         deltas = [anchor - weights for weights in ranks.weights()]
+        norms = torch.stack([ranks.norms(delta) for delta in deltas]).mean(0)
         wire.step(deltas)
+        if setting.radial:
+            ranks.scale(deltas[0], norms / ranks.norms(deltas[0]).clamp_min(1e-30))
         velocity = setting.momentum * velocity + deltas[0]
         anchor = anchor - setting.outer_lr * (deltas[0] + setting.momentum * velocity)
         ranks.set_weights(anchor)
@@ -300,10 +329,14 @@ EXACT = "exact=1"
 
 def baseline(words: str) -> str:
     """Return the all-reduce with which a setting is compared."""
-    kept = [
-        word for word in words.split() if word.split("=")[0] in ("task", "optimizer", "lr", "clip")
-    ]
+    same = ("task", "optimizer", "lr", "clip", "sequences")
+    kept = [word for word in words.split() if word.split("=")[0] in same]
     return " ".join([*kept, EXACT])
+
+
+def sees_the_same(words: str) -> bool:
+    """Whether an all-reduce sees the same batches with any number of ranks."""
+    return "sequences=" not in words
 
 
 TASKS_AND_OPTIMIZERS = [
@@ -326,15 +359,34 @@ def job_of(row: Row) -> Job:
     return row["setting"], row["seed"], row["ranks"], row["steps"], row["text"]
 
 
+def losses_by_seed(runs: list[Row]) -> dict[str, dict[int, float]]:
+    """Return the losses of each setting, by seed."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        losses.setdefault(run["setting"], {})[run["seed"]] = run["loss"]
+    return losses
+
+
 def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
     """Make a row from the runs of a setting, one for each seed, compared with its baseline; None
     without runs.
     """
+    comparable = [run for run in runs if run["ranks"] == count or sees_the_same(words)]
     of_setting = [run for run in runs if (run["setting"], run["ranks"]) == (words, count)]
-    exact = {run["seed"]: run["loss"] for run in runs if run["setting"] == baseline(words)}
     if not of_setting:
         return None
+    losses = losses_by_seed(comparable)
+    exact = losses[baseline(words)]
     more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting]
+    rates = [
+        exact_losses
+        for setting, exact_losses in losses.items()
+        if baseline(setting) == baseline(words)
+        and Setting.parse(setting).exact
+        and exact_losses.keys() == exact.keys()
+    ]
+    best = min(rates, key=lambda exact_losses: statistics.fmean(exact_losses.values()))
+    to_best = [run["loss"] / best[run["seed"]] - 1 for run in of_setting]
     return {
         "section": count,
         "setting": words,
@@ -342,6 +394,7 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
         "seeds": len(of_setting),
         "loss": statistics.fmean(run["loss"] for run in of_setting),
         "more": 100 * statistics.fmean(more),
+        "to_best": 100 * statistics.fmean(to_best),
         "error": 100 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
         "accuracy": 100 * statistics.fmean(run.get("accuracy", 0) for run in of_setting) or None,
         "share": 100 * statistics.fmean(run["share"] for run in of_setting),
@@ -382,11 +435,10 @@ def main() -> None:
         )
         for words in settings:
             Setting.parse(words)
-        # An all-reduce sees the same batches with any number of ranks.
         jobs = [
             (words, seed, count, args.steps, text_sum())
             for count, seed, words in itertools.product(args.ranks, args.seeds, settings)
-            if count == args.ranks[0] or words != baseline(words)
+            if count == args.ranks[0] or words != baseline(words) or not sees_the_same(words)
         ]
         done = run_missing(jobs, args.results, job_of, functools.partial(on_all_cores, train))
         runs = [done[job] for job in jobs]
@@ -401,6 +453,7 @@ def main() -> None:
         "to exact": lambda row: (
             f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
         ),
+        "to best": number("to_best", "{:+.2f} %"),
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),
     }

@@ -1,25 +1,35 @@
-"""Machines that die and come back: which share of their time is training, with live membership and
-with restarts?
+"""Machines that die and come back: which share of their time is training, with live membership,
+with restarts, and with torchft's own algorithms?
 
-    python benchmarks/members.py [--seconds 120] [--kill-every 0 30] [--save-every 10 50 200]
-    [--every 10] [--speeds 1 0.5 0.2] [--plot members.png]
+    python benchmarks/members.py [--seconds 60] [--kill-every 0 30] [--save-every 50]
+    [--every 10] [--speeds 1 0.5 0.2] [--jobs members torchrun] [--plot members.png]
 
-Three machines of one process on this host train a small model with DiLoCo every --every steps. A
-step takes --step-ms, most of which is sleep, so that the host can play three machines. Every
---kill-every seconds one of them is killed; 0: none. A machine of --speeds 0.5 takes two --step-ms
-for a step.
+Three machines of one process on this host train a small model, with an outer step every --every
+steps. A step takes --step-ms, most of which is sleep, so that the host can play three machines.
+Every --kill-every seconds one of them is killed, for the first time after half of it; 0: none. A
+machine of --speeds 0.5 takes two --step-ms for a step. A process that ends by itself is started
+again, too.
 
-  members   with `members="torchft"` and a lighthouse; a killed machine is started again at once
-  torchrun  with DDP and `torchrun --max-restarts`, which restarts all processes if one dies. Rank 0
-  saves every
-            --save-every steps, and all begin from the newest checkpoint
+  members           with `members="torchft"` and a lighthouse; a killed machine is started again
+  torchrun          with DDP and `torchrun --max-restarts`, which restarts all processes if one
+                    dies. Rank 0 saves every --save-every steps, and all begin from the newest
+                    checkpoint
+  torchft-DiLoCo    with torchft's own DiLoCo and the options of its example `train_diloco.py`; its
+  torchft-LocalSGD  lighthouse has the options of its README
+
+Before, three machines train alone, with the same steps and without a hook: what is measured is what
+the outer steps and the deaths cost, and not how long a sleep takes on this host. What is measured
+begins and ends with an outer step.
 
 --results writes what happened in the last run with members, a line of JSON for each outer step of
 each machine, each death and each new start; --plot draws it, and with --from FILE what an earlier
 run has written.
 
-  trained   steps of all machines that are in the weights at the end, as a share of the steps of
-            three machines that never die or wait: the sum over machines of seconds * speed / step
+  trained   steps of all machines that are in the weights at the end, as a share of those that they
+            make alone in the same time
+  starts    what was lost because a killed process was not there: the start of Python, and imports
+  pause     the longest time without an outer step of any machine
+  ended     how many processes have ended by themselves
 """
 
 import argparse
@@ -33,31 +43,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common import Row, in_words, machine, number, parse, parser, report
-from torch import nn
-
-import commhooks
 
 MACHINES = 3
 COLORS = ("#1d4ed8", "#f59e0b", "#7c3aed")
+SCRIPT = Path(__file__).with_name("members_training.py")
+LIMIT_S = 120.0
+JOIN_TIMEOUT_MS = {"torchft": 10_000, "members": 60_000}
+"""Of a lighthouse: what the README of torchft has, and the default of `commhooks lighthouse`."""
 
 
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
-    made.add_argument("--seconds", type=float, default=120)
+    made.add_argument("--seconds", type=float, default=60)
+    made.add_argument("--alone-seconds", type=float, default=10)
     made.add_argument("--kill-every", type=float, nargs="+", default=[0, 30])
-    made.add_argument(
-        "--save-every", type=int, nargs="*", default=[10, 50, 200], help="of torchrun"
-    )
+    made.add_argument("--save-every", type=int, default=50, help="of torchrun")
     made.add_argument("--step-ms", type=float, default=100)
     made.add_argument("--every", type=int, default=10, help="steps of a round")
     made.add_argument("--speeds", type=float, nargs=MACHINES, default=[1.0] * MACHINES)
+    jobs = ["members", "torchrun", "torchft-DiLoCo", "torchft-LocalSGD"]
+    made.add_argument("--jobs", nargs="+", choices=jobs, default=jobs)
     made.add_argument(
         "--results", type=Path, metavar="FILE", help="the last run with members, over time"
     )
@@ -65,50 +76,35 @@ def arguments() -> argparse.ArgumentParser:
         "--from", dest="stored", type=Path, metavar="FILE", help="draw what --results has written"
     )
     made.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
-    made.add_argument("--worker", help=argparse.SUPPRESS)
     return made
 
 
 def main() -> None:
-    args = parse(arguments(), seconds=12, kill_every=[6], save_every=[10])
-    if args.worker is not None:
-        work(**json.loads(args.worker))
-        return
+    args = parse(arguments(), seconds=12, alone_seconds=3, kill_every=[6], save_every=10)
     if args.stored is not None:
         draw([json.loads(line) for line in args.stored.read_text().splitlines()], args.plot)
         return
     at = machine()
+    rates = _run("alone", args).rates()
     rows: list[Row] = []
     happened: list[Row] = []
-    for kill_every, save_every in itertools.product(args.kill_every, [None, *args.save_every]):
-        if not kill_every and save_every is not None:
-            continue  # what is saved does not matter
-        with tempfile.TemporaryDirectory() as name:
-            folder, step_s = Path(name), args.step_ms / 1e3
-            job = (
-                Members(folder, step_s, args.speeds, args.every)
-                if save_every is None
-                else Torchrun(folder, step_s, args.speeds, args.every, save_every)
-            )
-            try:
-                kills, steps = job.measure(args.seconds, kill_every)
-            finally:
-                job.close()
-            if save_every is None:
-                happened = [
-                    {"conditions": in_words(at), "seconds": args.seconds, "step_s": step_s},
-                    *job.happened(),
-                ]
-        share = 100 * steps * step_s / (sum(args.speeds) * args.seconds)
-        row = {"job": job.name, "save_every": save_every, "kill_every": kill_every, "kills": kills}
-        rows.append(row | {"steps": steps, "share": share})
+    for kill_every, name in itertools.product(args.kill_every, args.jobs):
+        if not kill_every and name == "torchrun":
+            continue  # it restarts nothing
+        job = _run(name, args, kill_every)
+        rows.append({"job": name, "kill_every": kill_every} | job.measured(rates))
+        if name == "members":
+            head = {"conditions": in_words(at), "seconds": args.seconds}
+            happened = [head | {"step_s": args.step_ms / 1e3}, *job.happened()]
     columns = {
         "job": number("job"),
-        "saves every": number("save_every", "{} steps"),
         "killed every": number("kill_every", "{:g} s"),
         "kills": number("kills"),
+        "ended": number("ended"),
         "steps of all machines": number("steps"),
-        "trained": number("share", "{:.0f} %"),
+        "trained": number("share", "{:.1f} %"),
+        "starts": number("starts", "{:.1f} %"),
+        "pause": number("pause_s", "{:.1f} s"),
     }
     report("members", f"{MACHINES} machines, {args.seconds:g} s", args, at, rows, columns)
     if args.results is not None:
@@ -117,112 +113,191 @@ def main() -> None:
         draw(happened, args.plot)
 
 
+def _run(name: str, args: argparse.Namespace, kill_every: float = 0.0) -> "Job":
+    """Run a job for --seconds."""
+    seconds = args.alone_seconds if name == "alone" else args.seconds
+    steps_s = [args.step_ms / 1e3 / speed for speed in args.speeds]
+    given = {"step_s": steps_s, "every": args.every}
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "torchrun":
+            job: Job = Torchrun(name, Path(folder), given | {"save_every": args.save_every})
+        else:
+            job = Machines(name, Path(folder), given)
+        try:
+            job.run(seconds, kill_every)
+        finally:
+            job.close()
+    return job
+
+
 class Job:
-    """Three machines that train. `name`: in the table."""
+    """Three machines that train.
 
-    name = ""
+    Attributes:
+        rows: what they have written: see members_training.py.
+        events: when a machine was started, was killed, or has ended by itself.
+        first: the number of the outer step with which the measurement begins.
+        began, ended: its times.
+    """
 
-    def __init__(self, folder: Path, step_s: float, speeds: Sequence[float], every: int) -> None:
+    def __init__(self, name: str, folder: Path, given: Row) -> None:
+        self.name = name
         self.folder = folder
-        self.steps_s = [step_s / speed for speed in speeds]
-        self.every = every
+        self.given = given
         self.chance = random.Random(0)
-        self.began = 0.0
+        self.rows: list[Row] = []
         self.events: list[Row] = []
-
-    def trained(self) -> int:
-        """Return the steps of all machines that are in the weights."""
-        raise NotImplementedError
+        self.first = self.last = 0
+        self.began = self.ended = 0.0
 
     def kill(self) -> None:
         """Kill a machine, and start it again if nobody else does."""
         raise NotImplementedError
 
+    def start_again(self) -> None:
+        """Start machines again that have ended by themselves."""
+
     def close(self) -> None:
         raise NotImplementedError
 
-    def begun(self) -> bool:
-        raise NotImplementedError
+    def run(self, seconds: float, kill_every: float) -> None:
+        """Measure for this time, and then until the next outer step."""
+        self._wait_for(lambda: bool(self._common()), "to begin together")
+        self.first = min(self._common())
+        self.began = self._time_of(self.first)
+        deadline = self.began + seconds
+        next_kill = kill_every / 2
+        while time.time() < deadline:
+            time.sleep(0.05)
+            self.start_again()
+            if kill_every and time.time() > self.began + next_kill:
+                next_kill += kill_every
+                self.kill()
+        with contextlib.suppress(TimeoutError):
+            self._wait_for(lambda: self._since(deadline) is not None, "to take an outer step")
+        time.sleep(0.5)  # the others are about to write it
+        last = self._since(deadline)
+        self.last = sys.maxsize if last is None else last
+        self.ended = time.time() if last is None else self._time_of(last)
+
+    def _wait_for(self, met: Callable[[], bool], what: str) -> None:
+        deadline = time.time() + LIMIT_S
+        while not met():
+            if time.time() > deadline:
+                logs = "".join(log.read_text()[-2000:] for log in self.folder.glob("*.log"))
+                raise TimeoutError(f"{self.name}: the machines took too long {what}\n{logs}")
+            time.sleep(0.05)
+            self.start_again()
+
+    def _read(self) -> list[Row]:
+        """Return the outer steps so far."""
+        texts = [file.read_text() for file in self.folder.glob("*.rows")]
+        lines = itertools.chain.from_iterable(text.split("\n")[:-1] for text in texts)
+        self.rows = sorted(map(json.loads, lines), key=lambda row: row["time"])
+        return [row for row in self.rows if "step" in row]
+
+    def _common(self) -> set[int]:
+        """Return the outer steps that all machines have taken."""
+        numbers: dict[str, set[int]] = defaultdict(set)
+        for row in self._read():
+            numbers[row["machine"]].add(row["step"])
+        return set.intersection(*numbers.values()) if len(numbers) == MACHINES else set()
+
+    def _since(self, deadline: float) -> int | None:
+        """Return the first outer step after `deadline`."""
+        rows = self._read()
+        return next((row["step"] for row in rows if row["time"] > deadline and row["steps"]), None)
+
+    def _time_of(self, step: int) -> float:
+        return max(row["time"] for row in self._read() if row["step"] == step)
+
+    def rates(self) -> dict[str, float]:
+        """Return the steps per second of each machine, in whole rounds."""
+        rates = {}
+        for name in {row["machine"] for row in self.rows}:
+            rounds = [row for row in self.rows if row["machine"] == name and "step" in row]
+            steps = sum(row["steps"] for row in rounds[1:])
+            rates[name] = steps / (rounds[-1]["time"] - rounds[0]["time"])
+        return rates
+
+    def measured(self, rates: dict[str, float]) -> Row:
+        """Return the columns of the table; `rates`: of machines that train alone."""
+        steps: dict[tuple[str, int], int] = defaultdict(int)
+        for row in self.rows:
+            if "step" in row and self.first < row["step"] <= self.last:
+                # once, if it was repeated after a restart
+                key = row["machine"], row["step"]
+                steps[key] = max(steps[key], row["steps"])
+        alone = sum(rates.values()) * (self.ended - self.began)
+        times = [row["time"] for row in self.rows if row.get("steps")]
+        times = [when for when in times if self.began <= when <= self.ended] + [self.ended]
+        return {
+            "kills": sum(event["event"] == "killed" for event in self.events),
+            "ended": sum(event["event"] == "ended" for event in self.events),
+            "steps": sum(steps.values()),
+            "share": 100 * sum(steps.values()) / alone,
+            "starts": 100 * self._starting(rates) / alone,
+            "pause_s": max(later - earlier for earlier, later in itertools.pairwise(times)),
+        }
+
+    def _starting(self, rates: dict[str, float]) -> float:
+        """Return how many steps were not made because processes were not there."""
+        ends = [event for event in self.events if event["event"] in ("killed", "ended")]
+        steps = 0.0
+        for row in self.rows:
+            if row.get("event") == "ready" and row["time"] > self.began:
+                before = [event["time"] for event in ends if event["time"] < row["time"]]
+                steps += rates[row["machine"]] * (row["time"] - max(before, default=row["time"]))
+        return steps
 
     def happened(self) -> list[Row]:
         """Return the outer steps of all machines and the events, in order; "time": seconds since
         the measurement began.
         """
-        lines = [
-            line
-            for file in self.folder.glob("*.rounds")
-            for line in file.read_text().split("\n")[:-1]
-        ]
-        found = sorted([*map(json.loads, lines), *self.events], key=lambda row: row["time"])
-        return [row | {"time": round(row["time"] - self.began, 3)} for row in found]
+        rows = [row for row in self.rows if row.get("event") != "ready"]
+        rows = sorted([*rows, *self.events], key=lambda row: row["time"])
+        return [row | {"time": round(row["time"] - self.began, 3)} for row in rows]
 
-    def measure(self, seconds: float, kill_every: float) -> tuple[int, int]:
-        """Return how often a machine was killed, and the steps of all machines that have got into
-        the weights.
-        """
-        deadline = time.time() + 120
-        kills = 0
-        while not self.begun():  # the start is not measured
-            if time.time() > deadline:
-                raise RuntimeError(
-                    "".join(log.read_text()[-2000:] for log in self.folder.glob("*.log"))
-                )
-            time.sleep(0.1)
-        self.began = time.time()
-        before = self.trained()
-        deadline = self.began + seconds
-        while kill_every and time.time() + kill_every < deadline:
-            time.sleep(kill_every)
-            self.kill()
-            kills += 1
-        time.sleep(max(0.0, deadline - time.time()))
-        return kills, self.trained() - before
+    def _note(self, event: str, place: int) -> None:
+        self.events.append({"time": time.time(), "machine": f"machine-{place}", "event": event})
 
-    def started(
-        self, words: Sequence[str], log: str, given: Mapping[str, object], **environment: str
-    ) -> Any:
-        text = json.dumps(
-            {"folder": str(self.folder), "steps_s": self.steps_s, "every": self.every} | given
-        )
-        command = [sys.executable, *words, __file__, "--worker", text]
+    def _start(self, words: Sequence[str], log: str, given: Row, **environment: str) -> Any:
+        text = json.dumps({"folder": str(self.folder), "job": self.name} | self.given | given)
+        command = [sys.executable, *words, str(SCRIPT), text]
         with (self.folder / log).open("ab") as file:
             return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | environment)
 
 
-class Members(Job):
-    name = "members"
+class Machines(Job):
+    """Each machine is a process of its own; a lighthouse knows them."""
 
-    def __init__(self, folder: Path, step_s: float, speeds: Sequence[float], every: int) -> None:
-        super().__init__(folder, step_s, speeds, every)
+    def __init__(self, name: str, folder: Path, given: Row) -> None:
+        super().__init__(name, folder, given)
         os.environ["RUST_LOG"] = "error"  # read when it is imported
         from torchft.coordination import LighthouseServer
 
-        self.lighthouse = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=60_000)
+        limit_ms = JOIN_TIMEOUT_MS["torchft" if name.startswith("torchft") else "members"]
+        self.lighthouse = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=limit_ms)
         self.lives = itertools.count()
         self.running = [self.start(place) for place in range(MACHINES)]
 
     def start(self, place: int) -> Any:
-        address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
-        given = {
-            "steps": f"{next(self.lives)}.steps",
-            "lighthouse": address,
-            "name": f"machine-{place}",
-            "place": place,
-        }
-        self.events.append({"time": time.time(), "machine": given["name"], "event": "started"})
-        return self.started([], f"{place}.log", given)
+        port = self.lighthouse.address().rpartition(":")[2]
+        self._note("started", place)
+        given = {"life": f"{next(self.lives)}-", "lighthouse": f"http://127.0.0.1:{port}"}
+        return self._start([], f"{place}.log", given | {"place": place})
 
-    def begun(self) -> bool:
-        return sum(_last(file) > 0 for file in self.folder.glob("*.steps")) == MACHINES
-
-    def trained(self) -> int:
-        return sum(_last(file) for file in self.folder.glob("*.steps"))
+    def start_again(self) -> None:
+        for place, process in enumerate(self.running):
+            if process.poll() is not None:
+                self._note("ended", place)
+                self.running[place] = self.start(place)
 
     def kill(self) -> None:
         place = self.chance.randrange(MACHINES)
         self.running[place].kill()
         self.running[place].wait()
-        self.events.append({"time": time.time(), "machine": f"machine-{place}", "event": "killed"})
+        self._note("killed", place)
         self.running[place] = self.start(place)
 
     def close(self) -> None:
@@ -233,138 +308,24 @@ class Members(Job):
 
 
 class Torchrun(Job):
-    name = "torchrun"
-
-    def __init__(
-        self, folder: Path, step_s: float, speeds: Sequence[float], every: int, save_every: int
-    ) -> None:
-        super().__init__(folder, step_s, speeds, every)
-        words = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr=127.0.0.1",
-            "--max-restarts=1000",
-        ]
-        words += [f"--nproc-per-node={MACHINES}", "--monitor-interval=0.1"]
+    def __init__(self, name: str, folder: Path, given: Row) -> None:
+        super().__init__(name, folder, given)
+        words = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        words += ["--max-restarts=1000", "--monitor-interval=0.1", f"--nproc-per-node={MACHINES}"]
         # Torch 2.13: otherwise all attempts share one store, where gloo finds the addresses of dead
         # processes.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        self.process = self.started(
-            words, "all.log", {"steps": "all.steps", "save_every": save_every}, **environment
-        )
-
-    def begun(self) -> bool:
-        return _last(self.folder / "all.steps") > 0
-
-    def trained(self) -> int:
-        return MACHINES * _last(self.folder / "all.steps")
+        self.process = self._start(words, "all.log", {"life": ""}, **environment)
 
     def kill(self) -> None:
         rank = self.chance.randrange(MACHINES)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int((self.folder / f"{rank}.pid").read_text()), signal.SIGKILL)
+            os.kill(int((self.folder / f"machine-{rank}.pid").read_text()), signal.SIGKILL)
+        self._note("killed", rank)
 
     def close(self) -> None:
         self.process.terminate()  # torchrun ends its processes
         self.process.wait()
-
-
-def _last(file: Path) -> int:
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return int(lines[-1]) if lines else 0
-
-
-def work(
-    folder: str,
-    steps: str,
-    steps_s: Sequence[float],
-    every: int,
-    lighthouse: str = "",
-    name: str = "",
-    place: int = 0,
-    save_every: int | None = None,
-) -> None:
-    """Train until killed; a step takes `steps_s[place]` seconds. After each outer step, append to
-    the file `steps` how many of this machine's steps are in the weights.
-    """
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
-    trained = model
-    config = commhooks.DiLoCo(sync_every=every)
-    count = 0
-    writes = True
-    if save_every is None:
-        members = commhooks.Torchft(lighthouse=lighthouse, name=name, timeout_s=20)
-        hook = commhooks.attach(model, config, members=members)
-    else:
-        dist.init_process_group("gloo")
-        place = dist.get_rank()
-        writes = place == 0
-        Path(folder, f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
-        trained = nn.parallel.DistributedDataParallel(model)
-        hook = commhooks.attach(trained, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    checkpoint = Path(folder, "checkpoint.pt")
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        for part, content in (
-            (model, saved["model"]),
-            (optimizer, saved["optimizer"]),
-            (hook, saved["hook"]),
-        ):
-            part.load_state_dict(content)
-        count = saved["count"]
-    generator = torch.Generator().manual_seed(os.getpid())
-    first = save_every is None
-    losses: list[float] = []
-    with (
-        open(Path(folder, steps), "a") as file,
-        open(Path(folder, f"{steps}.rounds"), "a") as rounds,
-    ):
-        if count and writes:
-            print(count, file=file, flush=True)
-        while True:
-            began = time.monotonic()
-            inputs = torch.randn(32, 256, generator=generator)
-            loss = nn.functional.cross_entropy(trained(inputs), inputs[:, :10].argmax(1))
-            time.sleep(max(0.0, began + steps_s[place] - time.monotonic()))
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            count += 1
-            stats = hook.stats()
-            if stats["step_in_round"] == 0:
-                if first and stats["members"] > 1:
-                    count, losses = 0, []  # this machine has just come: its first step is lost
-                if writes:
-                    print(count, file=file, flush=True)
-                row = {
-                    "time": time.time(),
-                    "machine": name,
-                    "members": stats["members"],
-                    "step": stats["step"],
-                }
-                row["loss"] = sum(losses) / len(losses) if losses else None
-                print(json.dumps(row), file=rounds, flush=True)
-                losses = []
-                first = False
-            if save_every is not None and count % save_every == 0:
-                content = {"hook": hook.state_dict(), "count": count}
-                if writes:
-                    replace(
-                        checkpoint,
-                        content
-                        | {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                    )
-
-
-def replace(checkpoint: Path, content: Row) -> None:
-    """Save `content` so that a process that is killed meanwhile leaves the old file whole."""
-    torch.save(content, checkpoint.with_suffix(".new"))
-    checkpoint.with_suffix(".new").rename(checkpoint)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -20,8 +20,9 @@ MODULES = (
     "commhooks.local_steps.options",
     "commhooks.auto.options",
 )
-"""The modules with the options of the built-in hooks. Each has a dict `COMPRESSORS`: options class
--> "module:class" of the compressor. Nothing else names them, so that a feature can be taken out.
+"""The modules with the options of the built-in hooks. Each has a dict `COMPRESSOR_PATHS`:
+options class -> "module:class" of the compressor. Nothing else names them, so that a feature can
+be taken out.
 """
 
 
@@ -48,7 +49,7 @@ def built_in_hooks() -> dict[str, BuiltIn | type[Compressor[Any]]]:
     return {
         config.hook_name: BuiltIn(config, path)
         for module in MODULES
-        for config, path in importlib.import_module(module).COMPRESSORS.items()
+        for config, path in importlib.import_module(module).COMPRESSOR_PATHS.items()
     }
 
 

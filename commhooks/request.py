@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.nodes import RanksPerNode
-from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.comm.packing import WIRE_DTYPES
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.cast import AllReduce
 from commhooks.errors import (
@@ -323,7 +323,7 @@ class HookRequest:
         return dataclasses.replace(self, name=AllReduce.hook_name, config=AllReduce(), ignored=())
 
     @property
-    def form(self) -> str:
+    def given_save_residual(self) -> str:
         """The `save_residual` that the user passed."""
         return "distributed" if self.distributed else self.save_residual
 

@@ -25,7 +25,7 @@ from commhooks.compressors.base import (
     average,
 )
 from commhooks.compressors.unit_plan import ParameterInfo
-from commhooks.errors import HookConfigError
+from commhooks.errors import HookConfigError, shown
 from commhooks.options import LARGEST_STEP
 from commhooks.registry import compressor_named
 
@@ -38,7 +38,8 @@ def new(candidate: Candidate) -> Compressor[Any]:
     made = compressor_named(candidate.hook) if candidate.hook in allowed else None
     if made is None:
         raise HookConfigError(
-            f"{candidate.hook!r} is none of the hooks that 'auto' chooses from: {list(allowed)}"
+            f"{shown(candidate.hook)} is none of the hooks that 'auto' chooses from:"
+            f" {list(allowed)}"
         )
     try:
         return made(made.Config(**candidate.options_at_once(made.Config)))

@@ -136,4 +136,4 @@ def choose(times: Mapping[str, float], candidates: Mapping[str, Candidate], now:
     return min(about, key=lambda label: (candidates[label].changes, usable[label]), default=now)
 
 
-COMPRESSORS: dict[type[HookConfig], str] = {Auto: "commhooks.auto.compressor:AutoCompressor"}
+COMPRESSOR_PATHS: dict[type[HookConfig], str] = {Auto: "commhooks.auto.compressor:AutoCompressor"}

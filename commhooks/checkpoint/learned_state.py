@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.checkpoint.from_payload import PayloadReader
 from commhooks.checkpoint.payload import COUNTERS, check_count, damaged
-from commhooks.checkpoint.reading import PayloadReader
 from commhooks.checkpoint.residuals import ResidualCollector
-from commhooks.checkpoint.writing import payload_of
+from commhooks.checkpoint.to_payload import payload_of
 from commhooks.comm.groups import is_logging_rank
 from commhooks.comm.joint_save import JointSave
 from commhooks.compressors.base import RESIDUAL, Compressor

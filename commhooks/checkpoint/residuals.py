@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.checkpoint.reading import kept_dtype
-from commhooks.checkpoint.writing import SavedResiduals
+from commhooks.checkpoint.from_payload import kept_dtype
+from commhooks.checkpoint.to_payload import SavedResiduals
 from commhooks.comm.joint_save import Failure, JointSave, pieces
 from commhooks.compressors.base import Compressor
 from commhooks.compressors.unit_plan import UnitPlan

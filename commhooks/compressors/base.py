@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol
 import torch
 
 from commhooks.comm.collectives import Op, Send
-from commhooks.comm.wire import all_finite, wire_dtype_of
+from commhooks.comm.packing import all_finite, wire_dtype_of
 from commhooks.compressors.state_field import RESIDUAL, StateField, memory_of
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.errors import HookConfigError

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.comm.packing import WIRE_DTYPES
 from commhooks.compressors.base import Compressor, Exchange, Send, State, StepInfo
 from commhooks.compressors.unit_plan import MemoryPlan, ParameterInfo, UnitPlan
 from commhooks.options import ConfigT, HookConfig
@@ -115,7 +115,7 @@ class NoopCompressor(Stateless[Noop]):
         yield  # a generator that sends nothing
 
 
-COMPRESSORS: dict[type[HookConfig], str] = {
+COMPRESSOR_PATHS: dict[type[HookConfig], str] = {
     AllReduce: "commhooks.compressors.cast:AllReduceCompressor",
     FP16Compress: "commhooks.compressors.cast:FP16Compressor",
     BF16Compress: "commhooks.compressors.cast:BF16Compressor",

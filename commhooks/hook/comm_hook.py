@@ -10,7 +10,7 @@ from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.source import GradientSource, HookCallbacks
 from commhooks.hook.listeners import listeners_of
 from commhooks.hook.protocol import Hook
-from commhooks.hook.saved_state import SavedState
+from commhooks.hook.state_saver import StateSaver
 from commhooks.hook.statistics import log_first_pass, statistics
 from commhooks.hook.unused import UnusedWarning
 from commhooks.plan import ModelPlan
@@ -47,7 +47,7 @@ class CommHook:
         self._shards = shards
         self._rank, self._world_size = source.group.rank(), source.group.size()
         self._logs = is_logging_rank(source.group, source.shard_group)
-        self._saved = SavedState(request, hook, source, logs=self._logs)
+        self._saved = StateSaver(request, hook, source, logs=self._logs)
         logs_use = self._logs and self._world_size > 1
         self._unused = UnusedWarning(request.name, hook, source.stepped(), logs=logs_use)
         self._quiet = False
@@ -80,9 +80,15 @@ class CommHook:
     def _register(self, state: Any, on_unused: Callable[[str], None] | None) -> None:
         hook = self._hook
         listeners = [self._unused, *listeners_of(self._request, hook, self._source)]
-        self._source.register(
-            HookCallbacks(self.name, hook.run, hook.end_pass, self, listeners, self._begun), state
+        callbacks = HookCallbacks(
+            self.name,
+            run=hook.run,
+            finish=hook.end_pass,
+            owner=self,
+            listeners=listeners,
+            after_first_pass=self._begun,
         )
+        self._source.register(callbacks, state)
         # fully_shard calls a hook wherever it reduces
         watched = self._source.stepped() if self._source.from_ddp else ()
         self._unused.begin(watched, on_unused)

@@ -13,7 +13,7 @@ from commhooks.compressors.cast import AllReduce, AllReduceCompressor, Noop
 from commhooks.compressors.unit_plan import Unit
 from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
-from commhooks.engine.reduction import HierarchicalReduction
+from commhooks.engine.node_reduction import HierarchicalReduction
 from commhooks.engine.session import Session
 from commhooks.engine.state import LearnedState
 from commhooks.errors import AttachError

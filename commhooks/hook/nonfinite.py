@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import gather_texts
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.engine.session import Session
 from commhooks.errors import logger_of
 from commhooks.gradients import precision

@@ -142,7 +142,7 @@ def _described(request: HookRequest, options: Mapping[str, Any], loss_scale: boo
         return f"<{type(value).__qualname__}>"
 
     lines = [request.name, *(f"{name}={text_of(value)}" for name, value in options.items())]
-    lines += [f"wrapper={request.wrapper!r}", f"save_residual={request.form!r}"]
+    lines += [f"wrapper={request.wrapper!r}", f"save_residual={request.given_save_residual!r}"]
     lines += [f"check_every={request.check_every}", f"ranks_per_node={request.ranks_per_node!r}"]
     lines += [f"shards={request.shards}"]
     return "\n".join([*lines, f"loss_scale={'given' if loss_scale else None}"])

@@ -7,7 +7,7 @@ import torch
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Send, gather_rows, good_on_all
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.errors import logger_of
 from commhooks.gradients.layout import to_logical
 from commhooks.gradients.source import GradientSource

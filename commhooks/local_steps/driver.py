@@ -8,7 +8,7 @@ from torch.optim.optimizer import Optimizer
 
 from commhooks.comm.collectives import new_future
 from commhooks.comm.groups import is_logging_rank
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.compressors.cast import AllReduce, AllReduceCompressor
 from commhooks.engine.immediate import reduce_immediately
 from commhooks.gradients.layout import Bucket
@@ -36,7 +36,7 @@ class LocalStepsDriver:
         state: where this rank stands.
         still_sent: messages about what DDP still sends in every pass.
         thread: the thread in which the training runs; None before the first forward pass.
-        sample: tells whether something else than the training has changed the weights.
+        sample: tells whether something other than the training has changed the weights.
     """
 
     def __init__(self, name: str, source: GradientSource, outer: OuterSteps) -> None:

@@ -131,7 +131,7 @@ def _numbers(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class WeightSample:
-    """Tells whether something else than an optimizer or an outer step has changed the weights,
+    """Tells whether something other than an optimizer or an outer step has changed the weights,
     such as an average of the weights that was put into the model, or the evaluation mode of a
     schedule-free optimizer.
 

@@ -12,7 +12,7 @@ import torch
 
 from commhooks.comm import collectives
 from commhooks.comm.collectives import Pending, PointToPoint, Send, broadcast_first, good_on_all
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.compressors.base import StepInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding

@@ -138,7 +138,7 @@ class DiLoCo(LocalSteps):
         )
 
 
-COMPRESSORS: dict[type[HookConfig], str] = {
+COMPRESSOR_PATHS: dict[type[HookConfig], str] = {
     DiLoCo: "commhooks.local_steps.compressor:DiLoCoCompressor",
     LocalSGD: "commhooks.local_steps.compressor:LocalSGDCompressor",
 }

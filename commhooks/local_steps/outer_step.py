@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from commhooks.comm.collectives import Send
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.compressors.base import (
     Compressor,
     Exchange,

@@ -122,7 +122,7 @@ class RoundSaves:
             )
         if self._driver.sample.changed:
             return (
-                "this round has ended with weights that something else than a step of an optimizer"
+                "this round has ended with weights that something other than a step of an optimizer"
                 " has changed: for example, a callback has put an average of the weights into the"
                 " model, or an optimizer is in evaluation mode. Save, or call"
                 " hook.synchronize(optimizers=True), while the model has the weights that are"

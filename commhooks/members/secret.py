@@ -33,7 +33,15 @@ def key_of(option: str | None) -> "Key | None":
 
 
 class Refused(Exception):
-    """Raised for a request without a valid proof; the message says why."""
+    """Raised for a request without a valid proof; the message says why.
+
+    Attributes:
+        reason: the message without numbers.
+    """
+
+    def __init__(self, reason: str, by: str = "") -> None:
+        super().__init__(reason + by)
+        self.reason = reason
 
 
 class Key:
@@ -76,7 +84,7 @@ class Key:
         if not hmac.compare_digest(proof.encode(), self._request(server, path, nonce, at).encode()):
             raise Refused("the request has another secret")
         if abs(now - float(at)) > _CLOCKS_DIFFER_S:
-            raise Refused(f"the clocks of the machines differ by {now - float(at):.0f} s")
+            raise Refused("the clocks of the machines differ", f" by {now - float(at):.0f} s")
         with self._lock:
             self._used = {nonce: until for nonce, until in self._used.items() if now < until}
             if nonce in self._used:

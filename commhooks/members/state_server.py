@@ -21,10 +21,13 @@ import torch
 
 from commhooks.members.client import PIECE_BYTES, bytes_of
 from commhooks.members.history import History
+from commhooks.members.lines import Lines
 from commhooks.members.secret import HEADER, PROOF_BYTES, Key, Refused
 from commhooks.members.watch import keep_from_children, wake
 
 _POLL_S = 0.1
+_MOST_LINES = 100
+"""About refused requests: whoever reaches the port can send them, from many addresses."""
 
 
 @dataclass
@@ -62,6 +65,7 @@ class StateServer:
         ended: is called when another machine has done its part of a round.
         key: of the secret that all machines share.
         history: the outer steps since the state.
+        lines: logs the first refused request of each address and reason.
     """
 
     def __init__(
@@ -73,7 +77,10 @@ class StateServer:
         ended: Callable[[int], None] = lambda round: None,
         key: Key | None = None,
         history: History | None = None,
+        lines: Lines | None = None,
     ) -> None:
+        self._lines = lines
+        self._refused = set[tuple[str, str]]()
         self._limit_s = limit_s
         self._status = status
         self._waited_for = waited_for
@@ -161,6 +168,7 @@ class StateServer:
         try:
             nonce = self._key.check_request(self.address, request.path, request.headers.get(HEADER))
         except Refused as refused:
+            self._log(request.client_address[0], refused)
             content = str(refused).encode()
             request.send_response(403)
             request.send_header("Content-Length", str(len(content)))
@@ -168,6 +176,13 @@ class StateServer:
             request.wfile.write(content)
             return
         self._answer(_Reply(request, self._key.answer(request.path, nonce)))
+
+    def _log(self, address: str, refused: Refused) -> None:
+        seen = address, refused.reason
+        if self._lines is None or seen in self._refused or len(self._refused) >= _MOST_LINES:
+            return
+        self._refused.add(seen)
+        self._lines.say("a request from %s is refused: %s", *seen, about=f"{seen}", once=True)
 
     def _answer(self, reply: "_Reply") -> None:
         kind, _, rest = reply.request.path.strip("/").partition("/")

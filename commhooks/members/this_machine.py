@@ -90,6 +90,7 @@ class ThisMachine:
             self.round_end.hear,
             self.key,
             self.history,
+            self.lines,
         )
         if self.ranks.is_first:
             self._store = dist.TCPStore(host.strip("[]"), 0, is_master=True, wait_for_workers=False)

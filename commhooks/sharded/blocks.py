@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from commhooks.comm.wire import concat_into, scatter_into
+from commhooks.comm.packing import concat_into, scatter_into
 from commhooks.compressors.native.tables import PieceTable, address
 from commhooks.compressors.quantized.kernels import dequantise, quantise
 from commhooks.compressors.quantized.mean import BlockCode

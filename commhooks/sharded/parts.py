@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from commhooks.comm.wire import concat_into, scatter_into
+from commhooks.comm.packing import concat_into, scatter_into
 from commhooks.gradients import precision
 from commhooks.gradients.precision import compute_dtype
 from commhooks.sharded.layout import Piece

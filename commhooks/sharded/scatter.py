@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import REDUCE_SCATTER
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.errors import HookRunError, logger_of
 from commhooks.gradients import precision
 from commhooks.gradients.profiling import span

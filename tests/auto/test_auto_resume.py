@@ -207,6 +207,7 @@ BAD: list[tuple[str, Any]] = [
     ("label", None),
     ("candidates", []),
     ("candidates", [{"label": "int8", "hook": "os:system", "options": {}, "changes": 1.0}]),
+    ("candidates", [{"label": "int8", "hook": "x" * 10_000, "options": {}, "changes": 1.0}]),
     (
         "candidates",
         [{"label": "int8", "hook": "int8_compress", "options": {"block_size": 7}, "changes": 1.0}],
@@ -214,6 +215,10 @@ BAD: list[tuple[str, Any]] = [
     (
         "candidates",
         [{"label": "int8", "hook": "int8_compress", "options": {"no": 7}, "changes": 1.0}],
+    ),
+    (
+        "candidates",
+        [{"label": "i", "hook": "int8_compress", "options": {"n" * 10_000: 7}, "changes": 1.0}],
     ),
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": "x"}]),
     ("candidates", [{"label": "int8", "hook": "int8_compress", "options": {}, "changes": 10**400}]),
@@ -252,9 +257,10 @@ def test_a_damaged_decision_is_refused_and_changes_nothing() -> None:
             3,
             *({**decided().to_plain(), key: value} for key, value in BAD),
         ):
-            with pytest.raises(PayloadError):
+            with pytest.raises(PayloadError) as caught:
                 run.hook.load_state_dict({**saved, "notes": notes})
             assert decision_of(run) is before, notes
+            assert len(str(caught.value)) < 1000
 
 
 def test_decisions_of_earlier_versions_are_read() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks import AttachError, HookConfigError
 from commhooks.comm.nodes import find_nodes
-from commhooks.engine.reduction import WINDOW_NUMEL, owners_of
+from commhooks.engine.node_reduction import WINDOW_NUMEL, owners_of
 from commhooks.request import HookRequest
 from tests.support.ddp_steps import log_lines
 

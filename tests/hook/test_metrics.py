@@ -25,6 +25,7 @@ from tests.support.ddp_steps import (
     wrap,
 )
 from tests.support.inside import session_of
+from tests.support.metrics import NOT_OF_POWERSGD
 
 DELAY_S = 2.0  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -119,18 +120,6 @@ def test_a_hook_that_compresses_no_parameter_counts_no_compressed_step(run_ranks
             assert stats["compression_rate"] == pytest.approx(1, abs=0.01)
 
 
-# metrics that PowerSGD has not
-OF_OTHERS = (
-    "chosen_at",
-    "outer_gradient_norm",
-    "outer_gradient_cosine",
-    "members",
-    "members_steps_per_s",
-    "members_weight",
-    "members_waited_s",
-)
-
-
 def times_that_nobody_knows() -> list[dict[str, Any]]:
     of_a_user, on_an_accelerator = wrap(mlp()), wrap(mlp())
     hooks = [
@@ -149,7 +138,13 @@ def test_times_that_nobody_knows_are_none(run_ranks):
             assert [row[name] for name in row if "codec" in name or "waiting" in name] == [None] * 4
         assert of_a_user.keys() == {"commhooks/gradient_norm"}
         # No residual either: compression has not begun.
-        unknown = ("codec_ms", "waiting_ms", *OF_OTHERS, "residual_norm", "residual_over_gradient")
+        unknown = (
+            "codec_ms",
+            "waiting_ms",
+            *NOT_OF_POWERSGD,
+            "residual_norm",
+            "residual_over_gradient",
+        )
         missing = {f"commhooks/{name}" for name in unknown}
         assert on_an_accelerator.keys() == {f"commhooks/{name}" for name in NAMES} - missing
 
@@ -233,7 +228,7 @@ def readings() -> list[Any]:
 def test_a_meter_counts_from_the_last_reading(run_ranks):
     for (first, one), (second, two), (third, _) in run_ranks(readings):
         names = {f"commhooks/{name}" for name in NAMES} - {
-            f"commhooks/{name}" for name in OF_OTHERS
+            f"commhooks/{name}" for name in NOT_OF_POWERSGD
         }
         # No residual yet.
         assert first.keys() == names - {

@@ -234,7 +234,7 @@ def _saved_in_mid_round(how: str) -> Any:
     return (
         first,
         second,
-        [line for line in lines if "something else than a step of an optimizer" in line],
+        [line for line in lines if "something other than a step of an optimizer" in line],
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import commhooks
 from commhooks.members import client as client_module
 from commhooks.members.client import Client
+from commhooks.members.lines import Lines
 from commhooks.members.report import Report
 from commhooks.members.secret import Key, Refused, key_of, refusal
 from commhooks.members.state_server import StateServer
@@ -53,6 +54,28 @@ def test_nothing_is_served_without_the_secret(
     client.has_read(server.address, 3, "b:1")
     assert server.serving and not server.waited.called  # type: ignore[attr-defined]
     assert Client(Key(SECRET)).ask(server.address) == {"id": "a:1"}
+
+
+def test_a_refused_request_is_logged_once_for_each_address_and_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines, key = Lines(logs=True), Key(SECRET)
+    server = StateServer("127.0.0.1", lambda: 60.0, lambda: {"id": "a:1"}, key=key, lines=lines)
+    for wrong in (None, Key("wrong horse battery"), None):
+        for _ in range(2):
+            with pytest.raises(OSError, match="refuses"):
+                Client(wrong).ask(server.address)
+    for number in range(200):  # from whoever reaches the port
+        server._log(
+            f"10.0.0.{number}", Refused("the clocks of the machines differ", f" by {number}")
+        )
+    server.close()
+    said = [record.getMessage() for record in caplog.records]
+    begin = "commhooks: members: a request from 127.0.0.1 is refused: the request has"
+    assert said[:2] == [f"{begin} no proof of the secret", f"{begin} another secret"]
+    assert len(said) == 100 and not any(
+        SECRET in line or "another secret " in line for line in said
+    )
 
 
 def test_nothing_is_accepted_without_the_secret() -> None:

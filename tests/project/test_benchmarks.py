@@ -35,8 +35,10 @@ ALONE = {
     "language_model": "--plot figures.png",
     "local_steps": "",
     "launches": "",
-    "members": "--seconds 3 --kill-every 2 --results rows.jsonl --plot figures.png",
+    "members": "--seconds 3 --kill-every 4 --jobs members torchft-DiLoCo"
+    " --results rows.jsonl --plot figures.png",
     "memory": "",
+    "shards_loss": "",
     "size": "--hooks powerSGD",
     "step_cost": "",
 }

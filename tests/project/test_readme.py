@@ -52,7 +52,7 @@ FIRST_SENTENCES = {
             "test_a_resumed_run_is_bit_equal_with_a_seedable_sampler_and_set_epoch"
         ),
     ),
-    "another number of machines": SURVIVES["another number of ranks"],
+    "a different number of machines": SURVIVES["another number of ranks"],
     "when a machine dies": SURVIVES["machine is gone"],
 }
 REFUSED = {

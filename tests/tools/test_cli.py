@@ -15,7 +15,7 @@ import torch
 
 import commhooks
 from commhooks import HookConfigError
-from commhooks.comm.wire import WIRE_DTYPES
+from commhooks.comm.packing import WIRE_DTYPES
 from commhooks.registry import COMPRESSORS
 from commhooks.tools import cli
 from commhooks.tools.cli import main

@@ -20,19 +20,10 @@ from tests.support.accelerators import (
     new_accelerator,
     power_sgd,
 )
+from tests.support.metrics import NOT_OF_POWERSGD
 from tests.support.training import make_model
 
-# metrics that PowerSGD has not
-OF_OTHERS = (
-    "chosen_at",
-    "outer_gradient_norm",
-    "outer_gradient_cosine",
-    "members",
-    "members_steps_per_s",
-    "members_weight",
-    "members_waited_s",
-)
-ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
+ALL = {f"commhooks/{name}" for name in NAMES if name not in NOT_OF_POWERSGD}
 
 
 class Notes(GeneralTracker):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.comm.wire import (
+from commhooks.comm.packing import (
     concat_into,
     largest_gradient,
     pack_factor,

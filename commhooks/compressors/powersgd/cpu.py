@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from commhooks.comm.wire import (
+from commhooks.comm.packing import (
     largest_gradient,
     pack_factor,
     put_flags,

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from commhooks.comm.wire import all_finite, put_plain, scatter_into
+from commhooks.comm.packing import all_finite, put_plain, scatter_into
 from commhooks.compressors.base import Exchange, Send, State, StepInfo, Verdict
 from commhooks.compressors.error_feedback import clear_flags_of_unused
 from commhooks.compressors.powersgd.options import PowerSGD

@@ -88,7 +88,7 @@ class BatchedPowerSGD(PowerSGD):
         )
 
 
-COMPRESSORS: dict[type[HookConfig], str] = {
+COMPRESSOR_PATHS: dict[type[HookConfig], str] = {
     PowerSGD: "commhooks.compressors.powersgd.compressor:PowerSGDCompressor",
     BatchedPowerSGD: "commhooks.compressors.powersgd.batched:BatchedPowerSGDCompressor",
 }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from commhooks.comm.wire import put_plain, scatter_into
+from commhooks.comm.packing import put_plain, scatter_into
 from commhooks.compressors.base import (
     RESIDUAL,
     Compressor,

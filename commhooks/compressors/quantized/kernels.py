@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from commhooks.comm.wire import concat_into, put_flags, scatter_into
+from commhooks.comm.packing import concat_into, put_flags, scatter_into
 from commhooks.compressors.error_feedback import NamedViews
 from commhooks.compressors.native import library
 from commhooks.compressors.native.tables import ALL, PieceTable, address

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 
 from commhooks.comm.collectives import Send
-from commhooks.comm.wire import all_finite
+from commhooks.comm.packing import all_finite
 from commhooks.gradients import precision
 from commhooks.gradients.loss_scale import LossScale
 

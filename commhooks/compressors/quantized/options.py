@@ -77,7 +77,7 @@ class Int4Compress(Quantized):
     block_size: int = 128
 
 
-COMPRESSORS: dict[type[HookConfig], str] = {
+COMPRESSOR_PATHS: dict[type[HookConfig], str] = {
     Int8Compress: "commhooks.compressors.quantized.compressor:Int8Compressor",
     Int4Compress: "commhooks.compressors.quantized.compressor:Int4Compressor",
 }

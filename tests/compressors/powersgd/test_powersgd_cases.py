@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.comm.wire import WIRE_DTYPES, wire_dtype_of
+from commhooks.comm.packing import WIRE_DTYPES, wire_dtype_of
 from tests.support.ddp_steps import conservation_error, residuals
 from tests.support.kernels import computing_with
 from tests.support.models import (

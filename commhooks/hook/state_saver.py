@@ -13,7 +13,7 @@ from commhooks.request import SAVE_RESIDUAL, HookRequest
 logger = logger_of(__name__)
 
 
-class SavedState:
+class StateSaver:
     """Implements `CommHook.state_dict` and `CommHook.prepare_load`.
 
     Args:
@@ -33,26 +33,29 @@ class SavedState:
         self, residual: str | None, *, gather: bool, joint: bool, limit_s: float
     ) -> dict[str, Any]:
         sharded = self._source.shard_group is not None
-        form = self._request.form if residual is None else residual
-        if sharded and residual is None and form != "drop":
-            form = "distributed"
+        if residual is None:
+            residual = self._request.given_save_residual
+            if sharded and residual != "drop":
+                residual = "distributed"
         choices = ("distributed", "drop") if sharded else (*SAVE_RESIDUAL, "distributed")
-        if form not in choices:
+        if residual not in choices:
             raise HookConfigError(
-                f"residual={form!r}; expected one of {', '.join(map(repr, choices))}"
+                f"residual={residual!r}; expected one of {', '.join(map(repr, choices))}"
             )
-        if form != "distributed" and not sharded:
-            return self._hook.checkpointer.save(form, gather=gather, joint=joint, limit_s=limit_s)
+        if residual != "distributed" and not sharded:
+            return self._hook.checkpointer.save(
+                residual, gather=gather, joint=joint, limit_s=limit_s
+            )
         if not joint:
             raise HookConfigError(
                 "joint=False with a state for torch.distributed.checkpoint: it needs all ranks, as"
                 " dcp.save does"
             )
-        return self._save_distributed(form, limit_s)
+        return self._save_distributed(residual, limit_s)
 
-    def _save_distributed(self, form: str, limit_s: float) -> dict[str, Any]:
+    def _save_distributed(self, residual: str, limit_s: float) -> dict[str, Any]:
         fields = self._hook.checkpointer.kept_fields(self._source)
-        if form == "drop":
+        if residual == "drop":
             fields.pop("residual", None)
         agreed_before = self._hook.status().replicas_agree
         saved = self._hook.checkpointer.save(

@@ -1,7 +1,7 @@
 """Predictions of the cost model of `commhooks network`, compared with measured steps, and for
 clusters that nobody has here.
 
-    sudo python benchmarks/step_cost.py [--nodes 2 4 8 16] [--rate 20mbit] [--steps 3] [--json FILE]
+    sudo python benchmarks/step_cost.py [--nodes 2 4 8 16] [--rate 50mbit] [--steps 3] [--json FILE]
     python benchmarks/step_cost.py --clusters
 
 The first form trains a small transformer over a switch (limited_link.py), with one rank per node.
@@ -136,6 +136,8 @@ def _is_layer(part: torch.nn.Module) -> bool:
 def predict(args: argparse.Namespace) -> list[Row]:
     """Predict steps on nodes of 8 GPUs."""
     size = network.parsed_size(args.params)
+    model = step_cost.transformer(size)
+    parameters = [ParameterInfo(name, weight) for name, weight in model.items()]
     rows = []
     for rate in args.rates:
         for ranks in args.ranks:
@@ -148,8 +150,12 @@ def predict(args: argparse.Namespace) -> list[Row]:
                 "nccl",
                 memory=1e9 * args.memory,
             )
-            made = step_cost.exchanges(size, cluster) + step_cost.sharded_exchanges(size, cluster)
-            for exchange in made:
+            made = [
+                exchange
+                for candidate in CANDIDATES
+                for exchange in step_cost.arrangements(candidate, parameters, cluster)
+            ]
+            for exchange in made + step_cost.sharded_exchanges(size, cluster):
                 row = {"section": rate, "rate": rate, "ranks": ranks}
                 row |= {"hook": exchange.candidate.label, "nodes": exchange.between_nodes}
                 row |= {"predicted_ms": args.step_ms + 1000 * exchange.seconds}
@@ -161,7 +167,7 @@ def predict(args: argparse.Namespace) -> list[Row]:
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8, 16])
-    made.add_argument("--rate", default="20mbit", help="as tc writes it")
+    made.add_argument("--rate", default="50mbit", help="as tc writes it")
     made.add_argument("--steps", type=int, default=3, help="per hook")
     made.add_argument("--clusters", action="store_true", help="predict, and measure nothing")
     made.add_argument("--params", default="7B")

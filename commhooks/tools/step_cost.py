@@ -185,6 +185,14 @@ def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
 def exchange(
     candidate: Predicted, parameters: Sequence[ParameterInfo], cluster: Cluster
 ) -> Exchange:
+    """Predict a step with this hook, with `ranks_per_node` if it is faster."""
+    return min(arrangements(candidate, parameters, cluster), key=total_s)
+
+
+def arrangements(
+    candidate: Predicted, parameters: Sequence[ParameterInfo], cluster: Cluster
+) -> list[Exchange]:
+    """Predict a step among all ranks, and where the hook allows it between nodes."""
     request = HookRequest.parse(candidate.hook, hook_options=candidate.options)
     compressor = request.new_compressor(total_steps=1)
     assert compressor is not None
@@ -209,10 +217,10 @@ def exchange(
     ranks = cluster.ranks_per_machine
     among_all = predicted(ranks)
     if candidate is PLAIN or config.averages_weights or ranks == 1:
-        return among_all
+        return [among_all]
     # Inside a machine every gradient travels twice, as in an all-reduce.
     inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside
-    return min(among_all, predicted(1, inside), key=total_s)
+    return [among_all, predicted(1, inside)]
 
 
 def sharded_exchanges(numel: float, cluster: Cluster, gathers: float = 2) -> list[Exchange]:

@@ -68,6 +68,13 @@ FIGURES = {
         ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
         root=True,
     ),
+    "peers": Figure(  # without hivemind, unless it is the Python of `make bench-peers`
+        "benchmarks/peers.py --results FOLDER/peers.jsonl",
+        60,
+        ("docs/compared.md#measured-side-by-side",),
+        root=True,
+        stored="benchmarks/peers.py --parts --results docs/figures/peers.jsonl",
+    ),
     "link": Figure(
         f"{LINK} --models transformer --compute light --hooks noop ddp fp16 native-int8 native-int4"
         " torch-1 torch-4 native-1 native-4 --json FOLDER/link.json --plot FOLDER/link.png",
@@ -155,6 +162,12 @@ FIGURES = {
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
+    "unequal": Figure(
+        "benchmarks/unequal.py --steps 300 --json FOLDER/unequal.json --results"
+        " FOLDER/unequal.jsonl",
+        30,
+        ("docs/members.md#what-happens",),
+    ),
     "profiled_step": Figure(
         "benchmarks/profiled_step.py --json FOLDER/profiled_step.json --plot"
         " FOLDER/profiled_step.png",
@@ -196,8 +209,8 @@ FIGURES = {
         "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#processes-that-die",)
     ),
     "chaos_members": Figure(
-        "-m tests.stress.chaos --topologies members --seed 1127",
-        15,
+        "-m tests.stress.chaos --topologies members --seed 1128",
+        8,
         ("docs/reliability.md#processes-that-die",),
     ),
     "stragglers": Figure(

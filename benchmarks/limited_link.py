@@ -12,6 +12,7 @@ at the end, also after Ctrl-C and SIGTERM.
 """
 
 import contextlib
+import ctypes
 import datetime
 import fcntl
 import json
@@ -41,6 +42,7 @@ from common import Row, steady
 SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only inside the namespaces
 PORT = 29500  # of the first node, in its namespace
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 MTU = 9000
 QUEUE_S = 0.2
 """Seconds of data that wait at the end of a `LongLink`, at least; what comes on top is dropped."""
@@ -133,6 +135,39 @@ def _limit(namespace: str, interface: str, rate: str) -> None:
         burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
         limits = ("burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
         _run("tc", *queue, "add", "dev", interface, "root", "tbf", "rate", rate, *limits)
+
+
+class Switch(Link):
+    """A namespace for each rank, and one more with a bridge that joins them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        name = f"{os.getpid()}-{ranks}"
+        self.namespaces = [f"commhooks-{name}-{rank}" for rank in range(ranks)]
+        self.interfaces = [f"ch{os.getpid()}r{rank}" for rank in range(ranks)]
+        self.hub = f"commhooks-{name}-hub"
+
+    def _join(self) -> None:
+        _run("ip", "netns", "add", self.hub)
+        _run("ip", "-n", self.hub, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self.hub, "link", "set", "bridge", "up")
+        for namespace, interface in self.ends():
+            peer = f"{interface}p"
+            ends = ("type", "veth", "peer", "name", peer, "netns", self.hub)
+            _run("ip", "link", "add", interface, "netns", namespace, *ends)
+            _run("ip", "-n", self.hub, "link", "set", peer, "master", "bridge")
+            _run("ip", "-n", self.hub, "link", "set", peer, "up")
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with contextlib.suppress(SystemExit):
+            _run("ip", "netns", "del", self.hub)
+
+    def enter(self, rank: int) -> None:
+        """Move this thread, and what it starts, to the namespace of the rank."""
+        with open(f"/var/run/netns/{self.namespaces[rank]}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns to {self.namespaces[rank]}")
 
 
 class LongLink(Link):
@@ -362,3 +397,12 @@ def serve(worker: Callable[..., Callable[..., Row]]) -> NoReturn:
 def bytes_sent(interface: str) -> int:
     """Return the bytes that a network interface has sent so far, including headers."""
     return int(Path("/sys/class/net", interface, "statistics", "tx_bytes").read_text())
+
+
+def bytes_sent_here(interface: str) -> int:
+    """Return what an interface of this thread's namespace has sent, including headers."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"no interface {interface}")

@@ -117,7 +117,8 @@ def _run(name: str, args: argparse.Namespace, kill_every: float = 0.0) -> "Job":
     """Run a job for --seconds."""
     seconds = args.alone_seconds if name == "alone" else args.seconds
     steps_s = [args.step_ms / 1e3 / speed for speed in args.speeds]
-    given = {"step_s": steps_s, "every": args.every}
+    # alone, only a line is written
+    given = {"step_s": steps_s, "every": 5 if name == "alone" else args.every}
     with tempfile.TemporaryDirectory() as folder:
         if name == "torchrun":
             job: Job = Torchrun(name, Path(folder), given | {"save_every": args.save_every})

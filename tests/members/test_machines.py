@@ -704,7 +704,17 @@ def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) 
         (
             commhooks.Torchft(lighthouse="http://host:x"),
             "diloco",
-            "the lighthouse http://host:x cannot be found: Port",
+            "the address of the lighthouse is 'http://host:x'; expected one with http:// and a port",
+        ),
+        (
+            commhooks.Torchft(lighthouse="10.0.0.5:29510"),
+            "diloco",
+            "the address of the lighthouse is '10.0.0.5:29510'; expected one with http:// and a",
+        ),
+        (
+            commhooks.Torchft(lighthouse="http://10.0.0.5"),
+            "diloco",
+            "the address of the lighthouse is 'http://10.0.0.5'; expected one with http:// and a",
         ),
         ("torchft", "diloco", "members without a lighthouse: set TORCHFT_LIGHTHOUSE="),
         (
@@ -712,7 +722,7 @@ def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) 
             "diloco",
             (
                 "the lighthouse at http://127.0.0.1:1 did not answer within 0.5 s; start it by"
-                " `commhooks lighthouse`"
+                " `commhooks lighthouse`, or correct TORCHFT_LIGHTHOUSE (Connection refused (os error"
             ),
         ),
     ],

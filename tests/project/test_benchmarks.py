@@ -41,9 +41,11 @@ ALONE = {
     "shards_loss": "",
     "size": "--hooks powerSGD",
     "step_cost": "",
+    "unequal": "",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
+    "peers": "",
     "time_to_loss": "--plot figures.png",
 }
 needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TUN")

@@ -23,7 +23,6 @@ import queue
 import select
 import shutil
 import signal
-import string
 import struct
 import subprocess
 import sys
@@ -54,11 +53,8 @@ class Link:
     """Two namespaces, joined by a veth pair."""
 
     def __init__(self) -> None:
-        self._name("ab")
-
-    def _name(self, sides: str) -> None:
-        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in sides]
-        self.interfaces = [f"ch{os.getpid()}{side}" for side in sides]
+        self.namespaces = [f"commhooks-{os.getpid()}-{side}" for side in "ab"]
+        self.interfaces = [f"ch{os.getpid()}{side}" for side in "ab"]
 
     def __enter__(self) -> "Link":
         if reason := _missing():
@@ -101,44 +97,7 @@ class Link:
 
 
 class Switch(Link):
-    """`nodes` namespaces with a cable each to a switch, a bridge in a namespace of its own."""
-
-    def __init__(self, nodes: int) -> None:
-        super().__init__()
-        self._name(string.ascii_lowercase[:nodes])
-        self._switch = f"commhooks-{os.getpid()}-switch"
-
-    def _join(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
-        for namespace, interface in self.ends():
-            port = ("type", "veth", "peer", "name", interface, "netns", self._switch)
-            _run("ip", "link", "add", interface, "netns", namespace, *port)
-            _run("ip", "-n", self._switch, "link", "set", interface, "master", "bridge", "up")
-
-    def limit(self, rate: str) -> None:
-        """Limit what each node sends, and what it receives."""
-        super().limit(rate)
-        for interface in self.interfaces:
-            _limit(self._switch, interface, rate)
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        subprocess.run(["ip", "netns", "del", self._switch], capture_output=True)
-
-
-def _limit(namespace: str, interface: str, rate: str) -> None:
-    queue = ("-n", namespace, "qdisc")
-    subprocess.run(["tc", *queue, "del", "dev", interface, "root"], capture_output=True)
-    if rate != "unlimited":
-        burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
-        limits = ("burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
-        _run("tc", *queue, "add", "dev", interface, "root", "tbf", "rate", rate, *limits)
-
-
-class Switch(Link):
-    """A namespace for each rank, and one more with a bridge that joins them."""
+    """A namespace for each node, or each rank, and one more with a bridge that joins them."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -256,6 +215,15 @@ def _waiting(device: int) -> Iterator[bytes]:
     with contextlib.suppress(BlockingIOError):
         for _ in range(64):
             yield os.read(device, MTU + 64)
+
+
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    queue = ("-n", namespace, "qdisc")
+    subprocess.run(["tc", *queue, "del", "dev", interface, "root"], capture_output=True)
+    if rate != "unlimited":
+        burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
+        limits = ("burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
+        _run("tc", *queue, "add", "dev", interface, "root", "tbf", "rate", rate, *limits)
 
 
 def bits_per_second(rate: str) -> float:

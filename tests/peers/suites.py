@@ -49,12 +49,6 @@ SUITES = {
         ("commhooks",),
         apart=True,
     ),
-    "checkpointing": Suite(
-        "huggingface/accelerate",
-        ("tests/test_state_checkpointing.py",),
-        "checkpointing_peer",
-        ("allreduce", "fp16_compress", "powerSGD"),
-    ),
     "torchft": Suite(
         "meta-pytorch/torchft",
         (

@@ -51,6 +51,7 @@ FIRST = {
     "gradients/precision.py": "saves and mean",
     "local_steps/exchange.py": "diloco",
     "local_steps/fragments.py": "diloco",
+    "local_steps/outer_state.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",
     "sharded/memory.py": "streams",

@@ -106,6 +106,24 @@ FIGURES = {
         ("docs/performance.md#two-nodes-of-two-ranks",),
         root=True,
     ),
+    "shards": Figure(
+        f"{LINK} --models transformer --rates 100mbit 1gbit --compute light --steps 5 --seconds 25"
+        " --hooks noop fsdp2 shards-bf16 shards-int8 --json FOLDER/shards.json",
+        4,
+        ("docs/performance.md#fsdp2-over-a-slow-link",),
+        root=True,
+    ),
+    "step_cost": Figure(
+        "benchmarks/step_cost.py --steps 2 --json FOLDER/step_cost.json",
+        10,
+        ("docs/performance.md#predicted-steps",),
+        root=True,
+    ),
+    "clusters": Figure(
+        "benchmarks/step_cost.py --clusters --json FOLDER/clusters.json",
+        0.1,
+        ("docs/performance.md#predicted-steps",),
+    ),
     "language_model": Figure(
         "benchmarks/language_model.py --results FOLDER/language_model.jsonl --plot"
         " FOLDER/language_model.png",

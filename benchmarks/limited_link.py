@@ -1,14 +1,14 @@
-"""Two nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks
-on both sides.
+"""Nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks in
+them.
 
     with Link() as link, Ranks(link, Path(__file__), model_name="tiny") as ranks:
         link.limit("100mbit")
         answer = ranks.job(timeout_s=60, steps=5)
 
-`tc tbf` limits the rate in both directions. `LongLink` also delays the packets. Needs Linux, root,
-`ip` and `tc` (LongLink: /dev/net/tun); if something is missing, it exits with a message. The
-namespaces have names that no other run uses, and are removed at the end, also after Ctrl-C and
-SIGTERM.
+`tc tbf` limits the rate in both directions. `Switch` joins more nodes than two, and `LongLink` also
+delays the packets. Needs Linux, root, `ip` and `tc` (LongLink: /dev/net/tun); if something is
+missing, it exits with a message. The namespaces have names that no other run uses, and are removed
+at the end, also after Ctrl-C and SIGTERM.
 """
 
 import contextlib
@@ -93,26 +93,11 @@ class Link:
         messages are limited, too.
         """
         for namespace, interface in self.ends():
-            subprocess.run(
-                ["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"],
-                capture_output=True,
-            )
-            if rate != "unlimited":
-                burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
-                shape = (
-                    "tbf",
-                    "rate",
-                    rate,
-                    "burst",
-                    str(burst),
-                    "limit",
-                    str(max(10_000_000, 2 * burst)),
-                )
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+            _limit(namespace, interface, rate)
 
 
 class Switch(Link):
-    """A namespace for each rank, and one more with a bridge that joins them."""
+    """A namespace for each node, or each rank, and one more with a bridge that joins them."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -230,6 +215,15 @@ def _waiting(device: int) -> Iterator[bytes]:
     with contextlib.suppress(BlockingIOError):
         for _ in range(64):
             yield os.read(device, MTU + 64)
+
+
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    queue = ("-n", namespace, "qdisc")
+    subprocess.run(["tc", *queue, "del", "dev", interface, "root"], capture_output=True)
+    if rate != "unlimited":
+        burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
+        limits = ("burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
+        _run("tc", *queue, "add", "dev", interface, "root", "tbf", "rate", rate, *limits)
 
 
 def bits_per_second(rate: str) -> float:

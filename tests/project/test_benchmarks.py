@@ -40,6 +40,7 @@ ALONE = {
     "memory": "",
     "shards_loss": "",
     "size": "--hooks powerSGD",
+    "step_cost": "",
     "unequal": "",
 }
 OVER_A_LINK = {

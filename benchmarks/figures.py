@@ -113,6 +113,13 @@ FIGURES = {
         ("docs/performance.md#fsdp2-over-a-slow-link",),
         root=True,
     ),
+    "shards_traffic": Figure(
+        "benchmarks/shards_traffic.py --plot FOLDER/shards_traffic.png",
+        0.1,
+        ("docs/fsdp2.md#models-sharded-over-several-machines",),
+        picture="shards_traffic.png",
+        stored="benchmarks/shards_traffic.py --plot FOLDER/shards_traffic.png",
+    ),
     "step_cost": Figure(
         "benchmarks/step_cost.py --steps 2 --json FOLDER/step_cost.json",
         10,

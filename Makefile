@@ -38,9 +38,9 @@ test-mutants: $(READY)
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)
 
-# All hooks with 16 and 32 ranks, as processes on two cores: some minutes.
+# All hooks with 16 and 32 ranks, as processes on two cores: some minutes. As root also shards over two machines.
 test-many: $(READY)
-	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py $(ARGS)
+	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py tests/stress/shards_over_machines.py $(ARGS)
 
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
 test-waits: $(READY)
@@ -52,7 +52,7 @@ test-triton: $(READY)
 	@$(CLEAN) -m pytest tests/compressors/quantized/test_triton_bits.py $(ARGS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
-# make test-peers ARGS="torch"
+# make test-peers ARGS="torch"; others from a checkout: make test-peers ARGS="torchft --source /path/to/torchft"
 test-peers: $(READY)
 	@$(CLEAN) tests/peers/peers.py $(ARGS)
 

@@ -170,10 +170,9 @@ FIGURES = {
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
     "unequal": Figure(
-        "benchmarks/unequal.py --steps 300 --json FOLDER/unequal.json --results"
-        " FOLDER/unequal.jsonl",
+        "benchmarks/unequal.py --json FOLDER/unequal.json --results FOLDER/unequal.jsonl",
         30,
-        ("docs/members.md#what-happens",),
+        ("docs/members.md#what-a-death-costs",),
     ),
     "profiled_step": Figure(
         "benchmarks/profiled_step.py --json FOLDER/profiled_step.json --plot"

@@ -26,7 +26,7 @@ two parts, and a check, which append to --results and may run at different times
   sooner   the seconds until plain DDP is at most 0.5 % above its own last loss, divided by the
            seconds until the method is at most 0.5 % above that same loss: both with x1 / both with
            the best of their three. "no": not within these steps
-  MB       sent by a rank in the run, by its interface: the mean over the ranks
+  MB       sent by a rank in the run at the first rate, by its interface: the mean over the ranks
 
 A run that ends with an error, or does not end within its limit, is a row that says so.
 """
@@ -325,10 +325,12 @@ def sooner(job: Job, plain: Job, done: Done) -> float | None:
     return 0.0 if seconds is None else (reached_after(of_plain, goal) or math.nan) / seconds
 
 
-def best_of(jobs: list[Job], done: Done) -> Job:
-    """Return the job with the lowest loss at its end."""
-    ends = {job: done[job]["curve"][-1][3] for job in jobs if "curve" in done.get(job, {})}
-    return min(ends, key=ends.__getitem__, default=jobs[0])
+def best_of(jobs: list[Job], done: Done) -> Job | None:
+    """Return the job with the lowest loss at its end; None before all have run."""
+    if not all(job in done for job in jobs):
+        return None
+    ends = {job: done[job]["curve"][-1][3] for job in jobs if "curve" in done[job]}
+    return min(ends, key=ends.__getitem__, default=None)
 
 
 def row_of(name: str, ranks: int, args: argparse.Namespace, done: Done) -> Row:
@@ -340,19 +342,22 @@ def row_of(name: str, ranks: int, args: argparse.Namespace, done: Done) -> Row:
     best_plain = best_of(jobs(BASE), done)
     row: Row = {"section": ranks, "method": name, "ranks": ranks}
     row["error"] = done.get(documented, {}).get("error")
-    for key, job in (("loss", documented), ("best_loss", best)):
-        if "curve" in done.get(job, {}):
-            row[key] = done[job]["curve"][-1][3]
-            row["factor"] = job.faster
+    if "curve" in done.get(documented, {}):
+        row["loss"] = done[documented]["curve"][-1][3]
+    if best:
+        row["best"] = f"{done[best]['curve'][-1][3]:.3f} (x{best.faster:g})"
     for rate in args.rates:
         here = documented._replace(rate=rate)
         row[f"sooner_{rate}"] = sooner(here, here._replace(method=BASE), done)
-        row[f"best_{rate}"] = sooner(best._replace(rate=rate), best_plain._replace(rate=rate), done)
-        row[f"chosen_{rate}"] = done.get(here._replace(turn=1), {}).get("chosen", "")
+        if best and best_plain:
+            plain = best_plain._replace(rate=rate)
+            row[f"best_{rate}"] = sooner(best._replace(rate=rate), plain, done)
+        if METHODS[name].settles:
+            row[f"chosen_{rate}"] = done.get(here._replace(turn=1), {}).get("chosen")
         if cost := Cost.of(here, done):
             row[rate] = summary([1000 * seconds for seconds in cost.seconds], "ms")
         if curve := predicted(here, done):
-            row["megabytes"] = curve[-1][2]
+            row.setdefault("megabytes", curve[-1][2])
     return row
 
 
@@ -360,10 +365,10 @@ def times(rate: str) -> Cell:
     """Format how many times sooner: with the learning rate x1 / with the best."""
 
     def cell(row: Row) -> str:
-        values = [row[f"sooner_{rate}"], row[f"best_{rate}"]]
-        words = ["" if v is None else f"{v:.3g}" if v else "no" for v in values]
-        note = f" ({row[f'chosen_{rate}']})" if row[f"chosen_{rate}"] else ""
-        return " / ".join(words) + note if any(words) else ""
+        values = [row[f"sooner_{rate}"], row.get(f"best_{rate}")]
+        words = [f"{v:.3g}" if v else "no" for v in values if v is not None]
+        note = f" ({row[f'chosen_{rate}']})" if row.get(f"chosen_{rate}") else ""
+        return " / ".join(words) + note if words else ""
 
     return cell
 
@@ -387,9 +392,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="none: the table")
     made.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD")
     made.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    made.add_argument(
-        "--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="as tc writes them"
-    )
+    made.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"])
     made.add_argument("--factors", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="X")
     made.add_argument("--steps", type=int, default=400)
     made.add_argument("--turns", type=int, default=3, help="timed runs of each method and rate")
@@ -410,8 +413,7 @@ def main() -> None:
     )
     if unknown := set(args.methods) - set(METHODS):
         raise SystemExit(f"--methods {unknown.pop()!r} is none of {', '.join(METHODS)}")
-    for rate in args.rates:
-        bits_per_second(rate)
+    _ = [bits_per_second(rate) for rate in args.rates]  # refuses a wrong one
     at = machine()
     done: Done = {}
     for part in args.parts or PARTS:
@@ -427,9 +429,7 @@ def main() -> None:
         "ranks": number("ranks"),
         "method": number("method"),
         "loss": lambda row: f"{row['loss']:.3f}" if "loss" in row else row["error"] or "",
-        "best": lambda row: (
-            f"{row['best_loss']:.3f} (x{row['factor']:g})" if "best_loss" in row else ""
-        ),
+        "best": number("best"),
         "MB": number("megabytes", "{:.1f}"),
     }
     title = f"time to plain DDP's loss, {args.steps} steps: x sooner, with x1 / the best rate"

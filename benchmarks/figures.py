@@ -113,6 +113,13 @@ FIGURES = {
         ("docs/performance.md#fsdp2-over-a-slow-link",),
         root=True,
     ),
+    "shards_traffic": Figure(
+        "benchmarks/shards_traffic.py --plot FOLDER/shards_traffic.png",
+        0.1,
+        ("docs/fsdp2.md#models-sharded-over-several-machines",),
+        picture="shards_traffic.png",
+        stored="benchmarks/shards_traffic.py --plot FOLDER/shards_traffic.png",
+    ),
     "step_cost": Figure(
         "benchmarks/step_cost.py --steps 2 --json FOLDER/step_cost.json",
         10,
@@ -163,10 +170,9 @@ FIGURES = {
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),
     "unequal": Figure(
-        "benchmarks/unequal.py --steps 300 --json FOLDER/unequal.json --results"
-        " FOLDER/unequal.jsonl",
+        "benchmarks/unequal.py --json FOLDER/unequal.json --results FOLDER/unequal.jsonl",
         30,
-        ("docs/members.md#what-happens",),
+        ("docs/members.md#what-a-death-costs",),
     ),
     "profiled_step": Figure(
         "benchmarks/profiled_step.py --json FOLDER/profiled_step.json --plot"

@@ -79,14 +79,16 @@ def measure(args: argparse.Namespace) -> list[Row]:
             limited.limit("unlimited")
             order = {"model_name": MODEL, "hooks": hooks}
             with Ranks(limited, Path(__file__), **order) as ranks:
-                ranks.job(600, size=size, steps=link.WARM_UP, seconds=3600, decide=False)
+                ranks.job(1800, size=size, steps=link.WARM_UP, seconds=3600, decide=False)
                 limited.limit(args.rate)
-                at = ranks.job(600, measures_network=True)
+                at = ranks.job(1800, measures_network=True)
                 answer = ranks.job(1800, size=size, steps=args.steps, seconds=3600, decide=False)
         common = {"section": str(nodes), "ranks": nodes, "rate": args.rate, **at}
         measured = link.rows_of(answer, {"gradient_mb": 0.0})
-        rows += compared(measured, cluster_of(nodes, at), common)
-        print(f"{nodes} ranks: done", file=sys.stderr, flush=True)
+        of_nodes = compared(measured, cluster_of(nodes, at), common)
+        errors = ", ".join(f"{row['hook']} {row['error']:+.0%}" for row in of_nodes)
+        print(f"{nodes} ranks: {errors}", file=sys.stderr, flush=True)
+        rows += of_nodes
     return rows
 
 

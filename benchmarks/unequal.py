@@ -1,7 +1,7 @@
 """Machines of unequal speeds: what do they cost in loss?
 
     python benchmarks/unequal.py [--tasks digits language] [--speeds 1,1,1 1,0.5,0.2]
-                                 [--seeds 0 1 2]
+                                 [--seeds 0 1 2] [--batch-size 2]
 
 Machines that train with `members="torchft"` and the defaults of DiLoCo are simulated in one
 process, as the ranks of local_steps.py: a round ends with the fastest machine, each counts with the
@@ -34,11 +34,12 @@ def train(job: Job) -> Row:
     """Train as long as machines of speed 1 would for `steps` steps of each."""
     label, seed, count, steps, text_of_job = job
     torch.set_num_threads(1)
-    task_name, _, speeds = label.partition(" ")
+    task_name, speeds, batch_size = label.split(" ")
     done = [round(EVERY * float(speed)) for speed in speeds.split(",")]
     machines = [Report(id=f"{place}", steps=count) for place, count in enumerate(done)]
     factor = effective_number(machines) ** 0.5
     task = TASKS[task_name]()
+    task.size = int(batch_size) or task.size
     rounds = round(count * steps / sum(done))
     torch.manual_seed(seed)
     ranks = Ranks(count, rounds * EVERY, Setting(task=task_name, inner=f"{factor}"), task)
@@ -87,9 +88,9 @@ def job_of(row: Row) -> Job:
     return row["label"], row["seed"], row["machines"], row["steps"], row["text"]
 
 
-def row_of(task: str, speeds: str, runs: dict[str, dict[int, Row]], first: str) -> Row:
-    of_seeds = runs[f"{task} {speeds}"]
-    equal = runs[f"{task} {first}"]
+def row_of(task: str, speeds: str, runs: dict[tuple[str, str], dict[int, Row]], first: str) -> Row:
+    of_seeds = runs[task, speeds]
+    equal = runs[task, first]
     differences = [100 * (run["loss"] / equal[seed]["loss"] - 1) for seed, run in of_seeds.items()]
     several = len(differences) > 1
     return {
@@ -112,22 +113,25 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--steps", type=int, default=600, help="of each of equal machines")
     arguments.add_argument(
+        "--batch-size", type=int, default=0, help="of each machine (0: 8 sequences, 64 digits)"
+    )
+    arguments.add_argument(
         "--results", type=Path, default=Path("unequal.jsonl"), help="finished runs"
     )
     quick = {"tasks": ["digits"], "seeds": [0], "steps": 40, "results": Path("/dev/null")}
     args = parse(arguments, **quick)
     at = machine()
     jobs = [
-        (f"{task} {speeds}", seed, len(speeds.split(",")), args.steps, text_sum())
+        (f"{task} {speeds} {args.batch_size}", seed, len(speeds.split(",")), args.steps, text_sum())
         for task in args.tasks
         for seed in args.seeds
         for speeds in args.speeds
     ]
     done = run_missing(jobs, args.results, job_of, functools.partial(on_all_cores, train))
-    runs: dict[str, dict[int, Row]] = {}
+    runs: dict[tuple[str, str], dict[int, Row]] = {}
     for job in jobs:
-        label, seed = job[:2]
-        runs.setdefault(label, {})[seed] = done[job]
+        task, speeds, _ = job[0].split(" ")
+        runs.setdefault((task, speeds), {})[job[1]] = done[job]
     rows = [
         row_of(task, speeds, runs, args.speeds[0]) for task in args.tasks for speeds in args.speeds
     ]

@@ -267,7 +267,6 @@ class Lighthouse:
         self._closed.set()
         self._watch.close()
         self.heartbeats.stop()
-        self._answer_for_absent()
         self._post(self._name)
         # the next quorum also ends a request that nobody waits for any more
         if self._request is not None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks import Shards
+from commhooks.comm.collectives import PointToPoint
 from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.sharded import blocks, parts
 from commhooks.sharded.codec import Codec
@@ -140,6 +141,12 @@ def _gathered_from_elsewhere() -> bool:
         codec.encode(row.unsqueeze(0), message)
         codec.decode(message, row.unsqueeze(0))
         expected.append(row)
+    abandoned = gather(output.clone(), rows[rank].clone(), group)
+    del abandoned  # as in a backward pass that ends in an exception
+    gather(output.clone(), rows[rank].clone(), group).wait()
+    assert PointToPoint.in_flight(group)
+    traffic.end_step()
+    assert not PointToPoint.in_flight(group)
     return _same(output, torch.cat(expected))
 
 

@@ -139,6 +139,7 @@ def transformers(job: Job) -> Trained:
         save_steps=steps,
         per_device_train_batch_size=BATCH,
         learning_rate=0.003,
+        lr_scheduler_type="constant",
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,

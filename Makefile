@@ -11,7 +11,7 @@ CLEAN := $(PY) examples/clean_env.py
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-many test-waits test-triton test-peers bench bench-gpu figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
+.PHONY: demo test test-cuda test-versions test-mutants test-rooms test-many test-waits test-triton test-peers bench bench-gpu bench-peers figures soak stragglers hostile chaos lint docs docs-serve wheel-test venv clean
 .DELETE_ON_ERROR:
 
 demo: $(READY_FOR_DEMO)
@@ -38,9 +38,9 @@ test-mutants: $(READY)
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)
 
-# All hooks with 16 and 32 ranks, as processes on two cores: some minutes.
+# All hooks with 16 and 32 ranks, as processes on two cores: some minutes. As root also shards over two machines.
 test-many: $(READY)
-	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py $(ARGS)
+	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py tests/stress/shards_over_machines.py $(ARGS)
 
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.
 test-waits: $(READY)
@@ -52,7 +52,7 @@ test-triton: $(READY)
 	@$(CLEAN) -m pytest tests/compressors/quantized/test_triton_bits.py $(ARGS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
-# make test-peers ARGS="torch"
+# make test-peers ARGS="torch"; others from a checkout: make test-peers ARGS="torchft --source /path/to/torchft"
 test-peers: $(READY)
 	@$(CLEAN) tests/peers/peers.py $(ARGS)
 
@@ -88,6 +88,16 @@ figures: $(READY)
 # The cost of the hooks on a GPU, as a Markdown table: with the torch of $(PYTHON).
 bench-gpu:
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --markdown $(ARGS)
+
+# Time to plain DDP's loss of torch's hooks, Accelerate, torchft and hivemind beside ours: an hour. Needs Linux and root.
+# make bench-peers ARGS="--ranks 2 --parts time"; --parts alone prints the table of what is finished.
+bench-peers: .venvs/peers/.ready
+	@PYTHONPATH=. .venvs/peers/bin/python benchmarks/peers.py $(ARGS)
+
+.venvs/peers/.ready: benchmarks/peers-requirements.txt constraints-dev.txt
+	@$(PYTHON) -m venv .venvs/peers
+	.venvs/peers/bin/python -m pip install --constraint constraints-dev.txt --requirement benchmarks/peers-requirements.txt --editable .
+	@touch $@
 
 # Builds dist/, and installs the wheel into an empty environment per front end, where two ranks train: some minutes.
 # make wheel-test ARGS="plain lightning"

@@ -68,6 +68,13 @@ FIGURES = {
         ("README.md#time-to-the-same-loss", "docs/performance.md#time-to-loss"),
         root=True,
     ),
+    "peers": Figure(  # without hivemind, unless it is the Python of `make bench-peers`
+        "benchmarks/peers.py --results FOLDER/peers.jsonl",
+        60,
+        ("docs/compared.md#measured-side-by-side",),
+        root=True,
+        stored="benchmarks/peers.py --parts --results docs/figures/peers.jsonl",
+    ),
     "link": Figure(
         f"{LINK} --models transformer --compute light --hooks noop ddp fp16 native-int8 native-int4"
         " torch-1 torch-4 native-1 native-4 --json FOLDER/link.json --plot FOLDER/link.png",
@@ -98,6 +105,31 @@ FIGURES = {
         15,
         ("docs/performance.md#two-nodes-of-two-ranks",),
         root=True,
+    ),
+    "shards": Figure(
+        f"{LINK} --models transformer --rates 100mbit 1gbit --compute light --steps 5 --seconds 25"
+        " --hooks noop fsdp2 shards-bf16 shards-int8 --json FOLDER/shards.json",
+        4,
+        ("docs/performance.md#fsdp2-over-a-slow-link",),
+        root=True,
+    ),
+    "shards_traffic": Figure(
+        "benchmarks/shards_traffic.py --plot FOLDER/shards_traffic.png",
+        0.1,
+        ("docs/fsdp2.md#models-sharded-over-several-machines",),
+        picture="shards_traffic.png",
+        stored="benchmarks/shards_traffic.py --plot FOLDER/shards_traffic.png",
+    ),
+    "step_cost": Figure(
+        "benchmarks/step_cost.py --steps 2 --json FOLDER/step_cost.json",
+        10,
+        ("docs/performance.md#predicted-steps",),
+        root=True,
+    ),
+    "clusters": Figure(
+        "benchmarks/step_cost.py --clusters --json FOLDER/clusters.json",
+        0.1,
+        ("docs/performance.md#predicted-steps",),
     ),
     "language_model": Figure(
         "benchmarks/language_model.py --results FOLDER/language_model.jsonl --plot"
@@ -136,6 +168,11 @@ FIGURES = {
         ("docs/members.md#what-a-death-costs",),
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
+    ),
+    "unequal": Figure(
+        "benchmarks/unequal.py --json FOLDER/unequal.json --results FOLDER/unequal.jsonl",
+        30,
+        ("docs/members.md#what-a-death-costs",),
     ),
     "profiled_step": Figure(
         "benchmarks/profiled_step.py --json FOLDER/profiled_step.json --plot"
@@ -178,8 +215,8 @@ FIGURES = {
         "-m tests.stress.chaos --seed 1125", 60, ("docs/reliability.md#processes-that-die",)
     ),
     "chaos_members": Figure(
-        "-m tests.stress.chaos --topologies members --seed 1127",
-        15,
+        "-m tests.stress.chaos --topologies members --seed 1128",
+        8,
         ("docs/reliability.md#processes-that-die",),
     ),
     "stragglers": Figure(

@@ -9,10 +9,13 @@ communicates every 30 steps; in `diloco-30-10` the exchange may take 10 steps. T
 selects one bucket: one all-reduce for all P, and one for all Q. For benchmarks with several ranks
 per node: `:nodes` compresses between nodes only, `:fsdp2` shards the model inside the node
 (`fully_shard`), and `hsdp` and `hsdp-bf16` are `fully_shard` on both dimensions without a hook,
-with gradients reduced in float32 or bfloat16.
+with gradients reduced in float32 or bfloat16. `fsdp2` shards over all ranks of all nodes, without a
+hook, and `shards-int8` and `shards-bf16` also compress what it sends (`commhooks.Shards`); `:ahead`
+gathers the next layer while one is computed (`set_modules_to_forward_prefetch`).
 """
 
 import functools
+import itertools
 import os
 from typing import Any
 from unittest import mock
@@ -30,7 +33,8 @@ ONE_BUCKET_MB = 10_000
 LABELS = (
     "noop, ddp, allreduce, fp16, bf16, powersgd-RANK, native-RANK, same-RANK,"
     " diloco-STEPS, diloco-STEPS-DELAY, auto, auto-close, int8, int4, native-int8,"
-    " native-int4, torch-RANK, torch-same-RANK; with :one, :nodes, :fsdp2; hsdp, hsdp-bf16"
+    " native-int4, torch-RANK, torch-same-RANK; with :one, :nodes, :fsdp2; hsdp, hsdp-bf16, fsdp2,"
+    " shards-FORM; with :ahead"
 )
 SIMPLE = {
     "noop": commhooks.Noop,
@@ -84,6 +88,9 @@ def wrap(
     label, _, suffix = label.partition(":")
     if label.startswith("hsdp"):
         return shard(model, ranks_per_node, both=True, low="bf16" in label), None
+    if label == "fsdp2" or label.startswith("shards-"):
+        form = label.partition("-")[2]
+        return _shard_over_all(model, form, ranks_per_node, ahead=suffix == "ahead")
     kind, _, rank_text = label.rpartition("-")
     kind = kind or label
     if suffix == "one" or kind.startswith("torch") and dist.get_backend() == "gloo":
@@ -139,9 +146,32 @@ def shard(
     """
     assert ranks_per_node is not None
     mesh = mesh_of(ranks_per_node) if both else mesh_of(ranks_per_node)["shard"]
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if low else None)
-    for layer in [
-        module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)
-    ]:
+    return _shard_layers(model, mesh, torch.bfloat16 if low else None)
+
+
+def _shard_layers(
+    model: torch.nn.Module, mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None
+) -> torch.nn.Module:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for layer in _layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    kind = torch.nn.TransformerEncoderLayer
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _shard_over_all(
+    model: torch.nn.Module, form: str, ranks_per_node: int | None, *, ahead: bool
+) -> tuple[torch.nn.Module, commhooks.CommHook | None]:
+    """Shard over all ranks, and compress what FSDP2 sends to `form`, unless it is ""."""
+    sharded = _shard_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    if ahead:
+        for layer, following in itertools.pairwise(_layers(model)):
+            layer.set_modules_to_forward_prefetch([following])
+    if not form:
+        return sharded, None
+    shards = commhooks.Shards(weights=form, gradients=form, ranks_per_node=ranks_per_node)
+    return sharded, commhooks.attach(sharded, None, shards=shards)

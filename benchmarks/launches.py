@@ -1,5 +1,5 @@
-"""The operators that PowerSGD, int8 and int4 dispatch per step on an accelerator, counted on
-tensors without memory.
+"""The operators that PowerSGD, int8 and int4 dispatch per step on an accelerator, and shards per
+collective of FSDP2, counted on tensors without memory.
 
     python benchmarks/launches.py [--models resnet50 gpt2 gpt-1.3b] [--ranks 1 4 16]
 
@@ -7,20 +7,33 @@ On an accelerator the host issues every operator of a step, one or more kernels 
 with many small matrices this takes longer than the arithmetic. The device "meta" runs the code for
 accelerators on shapes alone, so counting needs neither a GPU nor the memory of the model. Buckets
 are estimated, with DDP's default sizes. Collectives, and a few operators per step that combine the
-verdicts, are not counted.
+verdicts, are not counted. A unit of FSDP2 is a block of the model; FSDP2's own copies into and out
+of its buffers, three operators per unit and step, are the same with and without shards.
 
   operators   compute or copy: one or more kernels each
   views       only describe memory: no kernel, but time on the host
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import Row, machine, number, parse, parser, report
-from models import GPT2, TASKS
+from models import GPT2, TASKS, GPTBlock
 
+from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.request import HookRequest
+from commhooks.sharded.codec import Codec
+from commhooks.sharded.gather import Finishing, GatherWeights
+from commhooks.sharded.layout import UnitParameter, row_layout
+from commhooks.sharded.memory import Memory
+from commhooks.sharded.passes import Passes
+from commhooks.sharded.routes import Direct
+from commhooks.sharded.scatter import ScatterGradients
+from commhooks.sharded.traffic import Traffic
 from tests.support.dispatched import Dispatched
 from tests.support.local_driver import LocalDriver
 
@@ -87,6 +100,74 @@ def count(
     return {"buckets": len(buckets), "operators": operators, "views": dispatched.views}
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Stands for a process group."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.ranks // 2
+
+
+class Unsent(Direct):
+    """A route on which nothing travels."""
+
+    def gather(self, messages: torch.Tensor, group: Any, what: str) -> Callable[[], object]:
+        return lambda: None
+
+    def exchange(self, sent: torch.Tensor, arriving: torch.Tensor, group: Any, what: str) -> Any:
+        return Finishing(lambda: None)
+
+
+def count_shards(shapes: Shapes, form: str, ranks: int) -> dict[str, Row]:
+    """Count one gather and one scatter of a unit with parameters of these shapes."""
+    real = torch.float32
+    parameters = [
+        UnitParameter((str(i),), shape, real, real, real, -(-math.prod(shape) // ranks))
+        for i, shape in enumerate(shapes)
+    ]
+    layout = row_layout(parameters, [real] * len(parameters), form, BlockCode(8, 128), ())
+    assert layout is not None
+    codec = Codec(layout, Memory(META), rows=ranks, native=False)
+    traffic = Traffic()
+    route: Any = Unsent(ranks, ranks // 2, traffic)
+    gather = GatherWeights("unit", ranks, codec, route, Memory(META), traffic)
+    scatter = ScatterGradients("unit", codec, route, Memory(META), Passes(), traffic, logs=False)
+    whole = torch.empty(ranks * layout.numel, device=META)
+    row = whole.view(ranks, -1)[ranks // 2]
+    group: Any = Ranks(ranks)
+    counted = {}
+    for name, run in {
+        "gather": lambda: gather(whole, row, group),
+        "scatter": lambda: scatter(torch.empty_like(row), whole, group, dist.ReduceOp.AVG),
+    }.items():
+        run()
+        with Dispatched() as dispatched:
+            run()
+        operators = sum(dispatched.operators.values())
+        counted[name] = {"operators": operators, "views": dispatched.views}
+    return counted
+
+
+def shards_rows(model: torch.nn.Module, common: Row, world_sizes: Sequence[int]) -> list[Row]:
+    """Count the first transformer block of `model`; [] if it has none."""
+    block = next((part for part in model.modules() if isinstance(part, GPTBlock)), None)
+    if block is None:
+        return []
+    shapes = [tuple(parameter.shape) for parameter in block.parameters()]
+    common = {**common, "matrices": sum(len(shape) > 1 for shape in shapes), "buckets": 1}
+    return [
+        {**common, "hook": f"shards {form}, a {name}", "world size": ranks, **counted}
+        for form in ("int8", "bf16")
+        for ranks in world_sizes
+        for name, counted in count_shards(shapes, form, ranks).items()
+    ]
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument(
@@ -96,14 +177,15 @@ def main() -> None:
         "--ranks", type=int, nargs="+", default=[1, 4, 16], help="of the factors"
     )
     arguments.add_argument(
-        "--world-sizes", type=int, nargs="+", default=[2, 16, 64], help="for int8 and int4"
+        "--world-sizes", type=int, nargs="+", default=[2, 16, 64], help="for int8, int4 and shards"
     )
     args = parse(arguments, models=["tiny"], ranks=[1, 4])
     at = machine()
     rows: list[Row] = []
     for model in args.models:
         with META:
-            shapes = [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]
+            made = MODELS[model]()
+        shapes = [tuple(parameter.shape) for parameter in made.parameters()]
         common = {
             "section": model,
             "model": model,
@@ -118,6 +200,7 @@ def main() -> None:
             for world_size in args.world_sizes:
                 counted = count(shapes, hook[:4], None, {}, cap_mb, world_size)
                 rows.append({**common, "hook": hook, "world size": world_size, **counted})
+        rows += shards_rows(made, common, args.world_sizes)
     names = ("model", "matrices", "hook", "rank", "world size", "buckets", "operators", "views")
     columns = {name: number(name) for name in names}
     report("launches", "launches: operators per step on an accelerator", args, at, rows, columns)

@@ -1,17 +1,18 @@
-"""Two nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks
-on both sides.
+"""Nodes on one machine: network namespaces joined by a link that is slow or long, and the ranks in
+them.
 
     with Link() as link, Ranks(link, Path(__file__), model_name="tiny") as ranks:
         link.limit("100mbit")
         answer = ranks.job(timeout_s=60, steps=5)
 
-`tc tbf` limits the rate in both directions. `LongLink` also delays the packets. Needs Linux, root,
-`ip` and `tc` (LongLink: /dev/net/tun); if something is missing, it exits with a message. The
-namespaces have names that no other run uses, and are removed at the end, also after Ctrl-C and
-SIGTERM.
+`tc tbf` limits the rate in both directions. `Switch` joins more nodes than two, and `LongLink` also
+delays the packets. Needs Linux, root, `ip` and `tc` (LongLink: /dev/net/tun); if something is
+missing, it exits with a message. The namespaces have names that no other run uses, and are removed
+at the end, also after Ctrl-C and SIGTERM.
 """
 
 import contextlib
+import ctypes
 import datetime
 import fcntl
 import json
@@ -40,6 +41,7 @@ from common import Row, steady
 SUBNET = "198.18.0"  # from the block for benchmarks (RFC 2544); used only inside the namespaces
 PORT = 29500  # of the first node, in its namespace
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 MTU = 9000
 QUEUE_S = 0.2
 """Seconds of data that wait at the end of a `LongLink`, at least; what comes on top is dropped."""
@@ -91,22 +93,40 @@ class Link:
         messages are limited, too.
         """
         for namespace, interface in self.ends():
-            subprocess.run(
-                ["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"],
-                capture_output=True,
-            )
-            if rate != "unlimited":
-                burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
-                shape = (
-                    "tbf",
-                    "rate",
-                    rate,
-                    "burst",
-                    str(burst),
-                    "limit",
-                    str(max(10_000_000, 2 * burst)),
-                )
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+            _limit(namespace, interface, rate)
+
+
+class Switch(Link):
+    """A namespace for each node, or each rank, and one more with a bridge that joins them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        name = f"{os.getpid()}-{ranks}"
+        self.namespaces = [f"commhooks-{name}-{rank}" for rank in range(ranks)]
+        self.interfaces = [f"ch{os.getpid()}r{rank}" for rank in range(ranks)]
+        self.hub = f"commhooks-{name}-hub"
+
+    def _join(self) -> None:
+        _run("ip", "netns", "add", self.hub)
+        _run("ip", "-n", self.hub, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self.hub, "link", "set", "bridge", "up")
+        for namespace, interface in self.ends():
+            peer = f"{interface}p"
+            ends = ("type", "veth", "peer", "name", peer, "netns", self.hub)
+            _run("ip", "link", "add", interface, "netns", namespace, *ends)
+            _run("ip", "-n", self.hub, "link", "set", peer, "master", "bridge")
+            _run("ip", "-n", self.hub, "link", "set", peer, "up")
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with contextlib.suppress(SystemExit):
+            _run("ip", "netns", "del", self.hub)
+
+    def enter(self, rank: int) -> None:
+        """Move this thread, and what it starts, to the namespace of the rank."""
+        with open(f"/var/run/netns/{self.namespaces[rank]}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns to {self.namespaces[rank]}")
 
 
 class LongLink(Link):
@@ -195,6 +215,15 @@ def _waiting(device: int) -> Iterator[bytes]:
     with contextlib.suppress(BlockingIOError):
         for _ in range(64):
             yield os.read(device, MTU + 64)
+
+
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    queue = ("-n", namespace, "qdisc")
+    subprocess.run(["tc", *queue, "del", "dev", interface, "root"], capture_output=True)
+    if rate != "unlimited":
+        burst = max(10_000, int(bits_per_second(rate) / 8 / 1000))
+        limits = ("burst", str(burst), "limit", str(max(10_000_000, 2 * burst)))
+        _run("tc", *queue, "add", "dev", interface, "root", "tbf", "rate", rate, *limits)
 
 
 def bits_per_second(rate: str) -> float:
@@ -336,3 +365,12 @@ def serve(worker: Callable[..., Callable[..., Row]]) -> NoReturn:
 def bytes_sent(interface: str) -> int:
     """Return the bytes that a network interface has sent so far, including headers."""
     return int(Path("/sys/class/net", interface, "statistics", "tx_bytes").read_text())
+
+
+def bytes_sent_here(interface: str) -> int:
+    """Return what an interface of this thread's namespace has sent, including headers."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise RuntimeError(f"no interface {interface}")

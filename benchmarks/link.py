@@ -1,16 +1,16 @@
-"""Step time of real DDP training over a slow link, and the bytes that travelled.
+"""Step time of real training with DDP or FSDP2 over a slow link, and the bytes that travelled.
 
     sudo python benchmarks/link.py [--rates 100mbit 1gbit] [--hooks noop ddp powersgd-1] [--models
-                                   transformer] [--compute light heavy] [--steps 5]
+                                   transformer] [--compute light heavy] [--steps 5] [--nodes 2]
                                    [--ranks-per-node 1] [--rtt 50] [--json FILE] [--plot PNG]
     python benchmarks/link.py --from FILE --plot PNG
 
-The link is that of limited_link.py, with --rtt (a round trip, ms) a long one, and each of its two
-nodes has --ranks-per-node ranks. The processes of a model, its data and one DDP model per hook are
-kept for all rates. The first steps, in which DDP rebuilds its buckets and PowerSGD has not begun,
-run without a limit. Then the hooks take turns. A step is forward, backward and SGD on one torch
-thread per rank, from a common start to the end of the slowest rank. For hooks that communicate once
-in a round of several steps (diloco-30) it is the mean over a round.
+The link is that of limited_link.py, with --rtt (a round trip, ms) a long one, with more than two
+--nodes a switch, and each node has --ranks-per-node ranks. The processes of a model, its data and
+one model per hook are kept for all rates. The first steps, in which DDP rebuilds its buckets and
+PowerSGD has not begun, run without a limit. Then the hooks take turns. A step is forward, backward
+and SGD on one torch thread per rank, from a common start to the end of the slowest rank. For hooks
+that communicate once in a round of several steps (diloco-30) it is the mean over a round.
 
   light, heavy   64 and 512 tokens per rank
   cost removed   the share of the network's cost that the hook removes: 1 - (hook - noop) / (ddp -
@@ -42,7 +42,16 @@ import torch
 import torch.distributed as dist
 from common import Row, machine, number, parse, parser, report, spread, summary
 from hooks import CHOOSING, LABELS, steps_of_round, wrap
-from limited_link import Link, LongLink, Ranks, bits_per_second, bytes_sent, is_rank, serve
+from limited_link import (
+    Link,
+    LongLink,
+    Ranks,
+    Switch,
+    bits_per_second,
+    bytes_sent,
+    is_rank,
+    serve,
+)
 from models import forward_loss, make, numel
 
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "unlimited"]
@@ -59,6 +68,7 @@ HOOKS = [
 ]
 SIZES = {
     "transformer": {"light": 64, "heavy": 512},
+    "small_transformer": {"light": 64, "heavy": 512},
     "tiny_transformer": {"light": 64, "heavy": 128},
 }
 START, WARM_UP = 2, 4
@@ -112,7 +122,7 @@ class Candidate:
 
     def state_bytes(self) -> int:
         """Return the bytes of the residuals and factors."""
-        if self.hook is None or ":fsdp2" in self.label:
+        if self.hook is None or ":fsdp2" in self.label or self.label.startswith("shards-"):
             return 0
         entries = self.hook.state_dict("per_rank").get("parameters", {}).values()
         kept = [part for entry in entries for part in (entry["q"], *(entry["residual"] or []))]
@@ -195,7 +205,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     limited = [rate for rate in args.rates if rate != "unlimited"]
     bits = {rate: bits_per_second(rate) for rate in limited}
     rows = []
-    with LongLink(args.rtt) if args.rtt else Link() as link:
+    with _link(args) as link:
         for model in args.models:
             gradient = 4 * numel(make(model)[0])
             link.limit("unlimited")
@@ -232,12 +242,18 @@ def measure(args: argparse.Namespace) -> list[Row]:
                         }
                         common |= {
                             "rtt_ms": args.rtt,
-                            "nodes": 2,
+                            "nodes": args.nodes,
                             "ranks_per_node": args.ranks_per_node,
                         }
                         rows += rows_of(answer, common | {"gradient_mb": gradient / 1e6})
                         print(f"{section}: done", file=sys.stderr, flush=True)
     return rows
+
+
+def _link(args: argparse.Namespace) -> Link:
+    if args.nodes > 2:
+        return Switch(args.nodes)
+    return LongLink(args.rtt) if args.rtt else Link()
 
 
 def rows_of(answer: Row, common: Row) -> list[Row]:
@@ -262,7 +278,10 @@ def rows_of(answer: Row, common: Row) -> list[Row]:
     medians = {row["hook"]: row["median_ms"] for row in rows}
     for row in rows:
         row["times_noop"] = row["median_ms"] / medians["noop"] if "noop" in medians else None
-        row["faster_than_ddp"] = medians["ddp"] / row["median_ms"] if "ddp" in medians else None
+        for plain in ("ddp", "fsdp2"):
+            row[f"faster_than_{plain}"] = (
+                medians[plain] / row["median_ms"] if plain in medians else None
+            )
         row["cost_removed"] = None
         if medians.get("ddp", 0) > medians.get("noop", float("inf")):
             row["cost_removed"] = 1 - (row["median_ms"] - medians["noop"]) / (
@@ -355,6 +374,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument(
         "--seconds", type=float, default=30, help="per hook and rate; one step at least"
     )
+    made.add_argument("--nodes", type=int, default=2)
     made.add_argument("--ranks-per-node", type=int, default=1)
     made.add_argument("--rtt", type=float, default=0.0, help="round trip, ms")
     made.add_argument(
@@ -391,8 +411,9 @@ def main() -> None:
         "chosen": number("chosen"),
         "x noop": number("times_noop", "{:.2f}"),
         "x faster than ddp": number("faster_than_ddp", "{:.2f}"),
+        "x faster than fsdp2": number("faster_than_fsdp2", "{:.2f}"),
     }
-    report("link", "link: DDP training of two nodes over a limited link", args, at, rows, columns)
+    report("link", "link: training over a limited link", args, at, rows, columns)
     if args.plot is not None:
         draw(rows, at, args.plot)
 

@@ -1,4 +1,5 @@
-"""Memory that a hook holds and needs beyond a training with `noop`, and its allocations per step.
+"""Memory that a hook holds and needs beyond a training with `noop`, and shards beyond FSDP2, and
+their allocations per step.
 
     python benchmarks/memory.py [--model blocks] [--ranks 1 4] [--buckets-mb 25]
 
@@ -8,6 +9,7 @@ each allocation and each release of torch's allocator, including DDP's C++ code.
 sums of bytes and not samples. They do not include gloo's own buffers. Memory that gloo's threads
 release is only seen when it is allocated again, so fp16 and bf16 may seem to hold up to a bucket.
 
+  in all      the peak of the whole training after the model was made
   held        bytes that are allocated after the last step and were not before DDP was made
   peak        the maximum over all steps; the second step, in which DDP rebuilds its buckets and a
               hook may hold the plans of both layouts, has a column of its own
@@ -18,6 +20,9 @@ Our and torch's PowerSGD compress from the third step on (torch needs two plain 
 `powersgd-R from 0` from the first, so that it compresses in both layouts. The *formula* is the
 residual (float32 bytes of all compressed gradients), 2 (P + Q) and the packed bytes (uncompressed
 gradients, P, Q and a flag per matrix).
+
+Shards are compared with `fsdp2` (`fully_shard` of each layer) on two ranks; the formula is the
+memory of `hook.plan()`.
 """
 
 import argparse
@@ -40,6 +45,7 @@ from models import TASKS, forward_loss, make, numel
 from torch.profiler import ProfilerActivity, profile
 
 STEPS, BATCH = 6, 16  # vectors, tokens or images
+SHARDED = ("fsdp2", "shards-int8", "shards-bf16")
 REBUILT = 1
 """Index of the step at whose beginning DDP rebuilds its buckets."""
 
@@ -115,6 +121,8 @@ def measure(model_name: str, label: str, start: int, bucket_cap_mb: float) -> Ro
         ledger.trace(lambda at=at: step(at))
     gc.enable()
     formula = compressed_steps = None
+    if hook is not None and label.startswith("shards"):
+        formula = hook.plan().memory.total
     if hook is not None and label.startswith("powersgd"):
         plans = hook.plan().compressed
         factors = 4 * sum(plan.rank * (plan.n + plan.m) for plan in plans)
@@ -142,12 +150,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def row_of(hook: str, measured: Row, noop: Row, gradient: int) -> Row:
-    """Compare what was measured with `noop`. `gradient`: bytes of all gradients."""
+    """Compare what was measured with `noop`, or with FSDP2. `gradient`: bytes of all gradients."""
     formula = measured["formula"]
     sizes = {name: measured[name] - noop[name] for name in ("held", "peak", "peak_rebuild")}
     sizes |= {"allocated": sum(measured["last"]) - sum(noop["last"]), "formula": formula}
     row = {
         "hook": hook,
+        "section": "shards" if hook in SHARDED else "hooks",
+        "peak_in_all_mb": measured["peak"] / 1e6,
         "gradient_bytes": gradient,
         "compressed_steps": measured["compressed_steps"],
     }
@@ -179,6 +189,7 @@ def main() -> None:
             for candidate in candidates
             if candidate[1] in ("noop", f"powersgd-{args.ranks[0]}")
         ]
+    candidates += [(label, label, 2) for label in SHARDED[: 2 if args.quick else 3]]
     gradient = 4 * numel(make(args.model)[0])
     measured = {
         name: run_ranks(
@@ -187,13 +198,17 @@ def main() -> None:
             label,
             start,
             args.buckets_mb,
-            world_size=1,
+            world_size=2 if name in SHARDED else 1,
         )
         for name, label, start in candidates
     }
-    rows = [row_of(name, of_hook, measured["noop"], gradient) for name, of_hook in measured.items()]
+    rows = [
+        row_of(name, of_hook, measured["fsdp2" if name in SHARDED else "noop"], gradient)
+        for name, of_hook in measured.items()
+    ]
     columns = {
         "hook": number("hook"),
+        "in all, MB": number("peak_in_all_mb", "{:.1f}"),
         "held, MB": number("held_mb", "{:.2f}"),
         "peak, MB": number("peak_mb", "{:.2f}"),
         "at the rebuild, MB": number("peak_rebuild_mb", "{:.2f}"),
@@ -205,7 +220,7 @@ def main() -> None:
         "allocations, last step": number("allocations_last_step"),
         "their MB": number("allocated_mb", "{:.3f}"),
     }
-    title = f"memory over noop: {args.model}, {gradient / 1e6:.1f} MB of gradients"
+    title = f"memory over noop or FSDP2: {args.model}, {gradient / 1e6:.1f} MB of gradients"
     report("memory", title, args, at, rows, columns)
 
 

@@ -180,6 +180,8 @@ def _project(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 TASKS: dict[str, Task] = {
     "blocks": Task(transformer_blocks, _vectors(512), _project),
     "transformer": Task(Transformer, _tokens(WORDS, 16), _next_token),
+    # 2.9 M parameters
+    "small_transformer": Task(lambda: Transformer(256, 3, 1024), _tokens(1024, 16), _next_token),
     "resnet50": Task(resnet50, _images(64), functional.cross_entropy),
     "resnet50_224": Task(resnet50, _images(224), functional.cross_entropy),
     "gpt2": Task(GPT2, _tokens(50_257, 1024), _next_token),

@@ -294,12 +294,11 @@ class HookRequest:
             raise HookConfigError(
                 "members with ranks_per_node: the ranks of a machine are known; leave it out"
             )
-        for name, value in {"start_iter": 0, "fragments": 1, "delay": 0}.items():
-            if getattr(config, name) != value:
-                raise HookConfigError(
-                    f"members with {name}={getattr(config, name)!r}; expected {value}, because all"
-                    " machines meet at the end of a round"
-                )
+        if getattr(config, "start_iter", 0) != 0:
+            raise HookConfigError(
+                f"members with start_iter={getattr(config, 'start_iter', 0)!r}; expected 0, because"
+                " machines exchange weights only"
+            )
 
     @property
     def averages_weights(self) -> bool:

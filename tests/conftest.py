@@ -67,6 +67,7 @@ FRAMEWORKS = {
 # The files that take longest: with `pytest -n` they begin first, so that none is left at the end.
 FIRST = (
     "test_machines.py",
+    "test_in_flight.py",
     "test_addresses.py",
     "test_modes.py",
     "test_benchmarks.py",

@@ -133,19 +133,24 @@ def all_finite(reduced: torch.Tensor) -> torch.Tensor:
 
 
 def concat_into(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Copy `pieces` (1-D, of one dtype), one after another, into `out` (1-D, of any dtype)."""
+    """Copy `pieces` (1-D, of one dtype), one after another, into `out` (1-D, of any dtype). All of
+    them may have rows instead, which are treated alike.
+    """
     if len(pieces) == 1:
         out.copy_(pieces[0])
     elif pieces[0].dtype == out.dtype:
-        torch.cat(list(pieces), out=out)
+        torch.cat(list(pieces), dim=-1, out=out)
     else:  # concatenate first: converting each piece would take an operator per piece
-        out.copy_(torch.cat(list(pieces)))
+        out.copy_(torch.cat(list(pieces), dim=-1))
 
 
 def scatter_into(whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Copy `whole` (1-D, of any dtype) into `pieces` (1-D, of one dtype), one after another."""
+    """Copy `whole` (1-D, of any dtype) into `pieces` (1-D, of one dtype), one after another. All of
+    them may have rows instead, which are treated alike.
+    """
     if len(pieces) == 1:
         pieces[0].copy_(whole)
     else:
+        sizes = [piece.shape[-1] for piece in pieces]
         numbers = whole.to(pieces[0].dtype)
-        torch.split_with_sizes_copy(numbers, list(map(len, pieces)), out=list(pieces))
+        torch.split_with_sizes_copy(numbers, sizes, dim=-1, out=list(pieces))

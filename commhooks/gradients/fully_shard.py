@@ -266,7 +266,25 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises AttachError if hooks do not support the sharding.
     """
     _reshard(_units_of(model))
-    return {own_name(name): p for name, p in model.named_parameters() if is_sharded(name, p)}
+    parameters = {own_name(name): p for name, p in model.named_parameters()}
+    _refuse_some_replicated(parameters)
+    return {name: p for name, p in parameters.items() if is_sharded(name, p)}
+
+
+def _refuse_some_replicated(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise AttachError if some parameters are sharded and others replicated over several ranks."""
+    kinds: dict[type, str] = {}
+    for name, parameter in parameters.items():
+        data: object = parameter
+        if isinstance(data, DTensor) and data.device_mesh.ndim == 1 and data.device_mesh.size() > 1:
+            kinds.setdefault(type(data.placements[0]), name)
+    if Replicate in kinds and Shard in kinds:
+        raise AttachError(
+            f"parameter {kinds[Replicate]} is replicated, and {kinds[Shard]} is sharded:"
+            " fully_shard itself averages what is replicated, uncompressed, before it calls a hook."
+            " Shard all parameters: return Shard(0), not Replicate(), in shard_placement_fn, and do"
+            " not call replicate for a part of the model"
+        )
 
 
 def common_mesh(parameters: Mapping[str, torch.nn.Parameter]) -> DeviceMesh:

@@ -47,7 +47,8 @@ def _build(
     compressor: LocalStepsCompressor[Any],
     choice: KernelChoice,
 ) -> "LocalStepsHook":
-    if compressor.config.delay:  # its collectives overlap with the model's own
+    if compressor.config.delay and request.members is None:
+        # its collectives overlap with the model's own
         group = new_group([range(source.group.size())], source.group, source.device)
         binding = dataclasses.replace(binding, group=held_weakly(group))
     partner, members_of = _partner(request, source, binding, compressor)

@@ -175,7 +175,10 @@ def shards_plan(shards: AttachedShards) -> ModelPlan:
             for rows in shards.rows
             for parameter in rows.unit.parameters
         ),
-        memory=MemoryPlan(packed=memory["messages"], copies=memory["copies"] + memory["grouped"]),
+        memory=MemoryPlan(
+            packed=memory["gathered"] + memory["scattered"],
+            copies=memory["copies"] + memory["grouped"],
+        ),
         arrangement=shards.arrangement,
         bucket_names=tuple(
             tuple(parameter.name for parameter in rows.unit.parameters) for rows in shards.rows

@@ -1,6 +1,7 @@
 """Connect the training with `schedule.py`: report events to it, and do what it decides."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,7 @@ from commhooks.local_steps.events import TrainingEvents, WeightSample
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.notices import Notices, refuse_repeated_pass
 from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Action, Event, State
 
 
@@ -147,7 +149,7 @@ class LocalStepsDriver:
 
     def on(self, event: Event, limit_s: float | None = None) -> None:
         """Take an event, and do what is due now. All ranks must be at the same point of the
-        training if it communicates. `limit_s`: see `Partner.end_round`."""
+        training if it communicates. `limit_s`: see `Due`."""
         if isinstance(event, schedule.ForwardBegins):
             self.thread = threading.get_ident()
             self._check_repeated_pass()
@@ -168,12 +170,13 @@ class LocalStepsDriver:
     def _act(self, action: Action, limit_s: float | None) -> None:
         """Do what the schedule has decided, and what follows."""
         discarded = self.outer.state.nonfinite_steps
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         writes = action not in (Action.ASK, Action.LOOK)
         try:
             while action is not Action.NOTHING:
-                self.state, action = schedule.advance(
-                    self.rules, self.state, self._perform(action, limit_s)
-                )
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                event = self._perform(action, left_s)
+                self.state, action = schedule.advance(self.rules, self.state, event)
         except BaseException:
             self.state, _ = schedule.advance(self.rules, self.state, schedule.Failed())
             raise
@@ -205,19 +208,14 @@ class LocalStepsDriver:
     def _outer_step(self, action: Action, limit_s: float | None) -> Event:
         """Send, apply or exchange a fragment."""
         self._source.before_weights_change()
+        fragment = None if action is Action.EXCHANGE_ALL else self.state.turn
+        due = Due(fragment=fragment, trained=self.state.trained, limit_s=limit_s)
         match action:
             case Action.SEND:
-                self.outer.send(self.state.turn)
-                return schedule.Sent()
+                return self.partner.send(self.outer, due)
             case Action.APPLY:
-                self.outer.apply()
-                return schedule.Applied()
-        number = None if action is Action.EXCHANGE_ALL else self.state.turn
-        steps = self.state.in_round if self.state.joined else 0
-        counts = self.partner.end_round(
-            lambda: self.outer.exchange(number), steps=steps, limit_s=limit_s
-        )
-        return schedule.Exchanged(counts)
+                return self.partner.apply(self.outer, due)
+        return self.partner.exchange(self.outer, due)
 
     # ---- between two steps
     # -------------------------------------------------------------------------------------------
@@ -230,6 +228,7 @@ class LocalStepsDriver:
     def begin_from_load(self, take_over: Callable[[], None]) -> None:
         """Load a state by calling `take_over`, and begin a round."""
         # the exchange in flight would count as a step of the loaded state
+        self.partner.forget()
         self.outer.forget(until_timeout=True)
         take_over()
         self.outer.place_state()

@@ -5,15 +5,16 @@ methods: `begin`, `finite`, `commit`, `write_weights`. There are three ways to c
 - **at once**, while the training waits: an exchange for each buffer, of which two are under way at
   a time;
 - **behind the training** (`delay`): `begin_behind`, and the rest some passes later;
-- **prepared**: `begin` and `finite`, and the rest only after all machines have confirmed.
+- **prepared**: `begin` or `begin_behind`, and `finite`, and the rest only after all machines have
+  confirmed.
 
 Anchor, momentum and weights are written by `commit` and `write_weights` only (among machines, on
-ranks that do not exchange, by `OuterSteps.commit_prepared`), so an exchange may
-be dropped before. That is why an exchange that is prepared or behind the training needs memory for
-all of its buffers (behind the training twice, with the weights as they were sent), and not for
-two at a time: all of its buffers are committed or none, so what has arrived must be kept until the
-last one has. At once it may be less, because whether all ranks can commit is known from the first
-buffer on."""
+ranks that do not exchange, by `OuterSteps.commit_prepared`), so an exchange may be dropped before,
+and repeated with the weights that it has sent. That is why an exchange that is prepared or behind
+the training needs memory for all of its buffers (behind the training twice, with the weights as
+they were sent), and not for two at a time: all of its buffers are committed or none, so what has
+arrived must be kept until the last one has. At once it may be less, because whether all ranks can
+commit is known from the first buffer on."""
 
 import contextlib
 import threading
@@ -42,14 +43,30 @@ class OuterExchange:
         buffers: all on one device; may be empty, for a fragment without weights here.
         start: makes the exchange of a buffer from its workspace and a copy of its weights, and
             sends nothing yet.
-        clocks: measures the time in this object."""
+        clocks: measures the time in this object.
+        sent: copies of the weights of each buffer, to send instead of the present weights.
+        exchanges: whether this rank exchanges; otherwise it gets the new anchor from one that does.
 
-    def __init__(self, buffers: Sequence[OuterStepWorkspace], start: Start, clocks: Clocks) -> None:
+    Attributes:
+        sent: the weights as they were sent, if the training goes on meanwhile.
+        results: of each buffer the new anchor, after the commit."""
+
+    def __init__(
+        self,
+        buffers: Sequence[OuterStepWorkspace],
+        start: Start,
+        clocks: Clocks,
+        *,
+        sent: Sequence[torch.Tensor] = (),
+        exchanges: bool = True,
+    ) -> None:
         self.buffers = buffers
         self.device = buffers[0].layout.device if buffers else torch.device("cpu")
+        self.exchanges = exchanges
         self.running: list[RunningExchange] = []
+        self.results: list[torch.Tensor] = []
+        self.sent = list(sent)
         self._start, self._clocks = start, clocks
-        self._sent: list[torch.Tensor] = []
         self._finite: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -65,7 +82,10 @@ class OuterExchange:
         accelerator on the background stream, for which the host does not wait; on the CPU in a
         thread, which waits for the network. `before` runs on the background stream first."""
         self._copy()
-        self._sent = [buffer.flat.clone() for buffer in self.running]
+        if not self.exchanges:
+            self.sent = [packed(work.layout) for work in self.buffers]
+            return
+        self.sent = [buffer.flat.clone() for buffer in self.running]
         if precision.has_streams(self.device):
             with in_background(self.device, after_current=True):
                 keep_for_current_stream([buffer.flat for buffer in self.running])
@@ -80,6 +100,13 @@ class OuterExchange:
         # a collective.
         weakref.finalize(self, _join, self._thread, ABANDONED_LIMIT_S)
 
+    def has_arrived(self, limit_s: float) -> bool:
+        """Wait up to `limit_s` for what runs behind the training, and return whether it has ended,
+        with an error or without. Always true if it does not run in a thread."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        return self._thread is None or not self._thread.is_alive()
+
     def finite(self) -> torch.Tensor:
         """Wait for everything to arrive, and return whether it is finite (0-dim bool tensor).
         Behind the training raise the error of the thread; on an accelerator call this on the
@@ -87,7 +114,9 @@ class OuterExchange:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            raise self._error
+            # Do not keep it: its traceback refers to this object, and to the connections.
+            error, self._error = self._error, None
+            raise error
         if self._finite is None:
             with self._computing():
                 self._receive()
@@ -100,15 +129,15 @@ class OuterExchange:
         with self._computing():
             for buffer in self.running:
                 buffer.advance(verdict)
+            self.results = [buffer.result for buffer in self.running]
 
     def write_weights(self, *, keep_training: bool = False) -> None:
         """Set the weights to the anchor. With `keep_training` add what the training has changed
         since they were sent."""
         with self._computing():
-            for place, (work, exchange) in enumerate(zip(self.buffers, self.running, strict=True)):
-                flat = exchange.result
+            for place, (work, flat) in enumerate(zip(self.buffers, self.results, strict=True)):
                 if keep_training:  # weights = anchor + (weights now - weights sent)
-                    flat.sub_(self._sent[place]).add_(packed(work.layout))
+                    flat.sub_(self.sent[place]).add_(packed(work.layout))
                 write_back(work.layout, flat)
 
     def wait(self, limit_s: float | None) -> None:
@@ -118,7 +147,16 @@ class OuterExchange:
             _join(self._thread, limit_s)
 
     def _copy(self, good: torch.Tensor | None = None) -> None:
-        self.running = [self._start(work, packed(work.layout, good)) for work in self.buffers]
+        if not self.exchanges:
+            return
+        copies = (
+            [sent.clone() for sent in self.sent]
+            if self.sent
+            else [packed(work.layout, good) for work in self.buffers]
+        )
+        self.running = [
+            self._start(work, copy) for work, copy in zip(self.buffers, copies, strict=True)
+        ]
 
     def _send(self) -> None:
         for buffer in self.running:

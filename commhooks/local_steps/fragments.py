@@ -4,8 +4,9 @@ the outer step of the first paper at the end of a round.
 """
 
 import collections
+import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,25 +17,22 @@ from commhooks.comm.packing import all_finite
 from commhooks.compressors.base import StepInfo
 from commhooks.engine.backward_pass import RunningExchange
 from commhooks.engine.consensus import Binding
-from commhooks.engine.session import ABANDONED_LIMIT_S, ExchangeDriver
-from commhooks.engine.state import LearnedState
+from commhooks.engine.session import ABANDONED_LIMIT_S
 from commhooks.engine.streams import in_background, wait_for_background, wait_for_copies
 from commhooks.engine.task import ExchangeTask
 from commhooks.gradients import precision
-from commhooks.gradients.layout import BucketLayout
-from commhooks.gradients.precision import keep_for_current_stream
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.flat_weights import copied, packed, write_back
-from commhooks.local_steps.offload import to_host
-from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM, OuterStepWorkspace, norm_and_cosine
+from commhooks.local_steps.flat_weights import packed
+from commhooks.local_steps.outer_state import OuterState
+from commhooks.local_steps.outer_step import ANCHOR, OuterStepWorkspace, norm_and_cosine
 from commhooks.local_steps.partner import Partner
 from commhooks.local_steps.replay import Record, Recorder, Replay
 from commhooks.local_steps.schedule import Rules
 from commhooks.local_steps.workspaces import Workspaces
 
 
-class OuterSteps(ExchangeDriver):
+class OuterSteps(OuterState):
     """Runs the outer steps of one model, when the driver says so. All ranks must call each method
     after the same backward passes.
 
@@ -51,7 +49,7 @@ class OuterSteps(ExchangeDriver):
         sizes: Mapping[str, int],
         partner: Partner,
     ) -> None:
-        super().__init__(compressor, binding, LearnedState.of(compressor.state_fields))
+        super().__init__(compressor, binding)
         self.partner = partner
         self._workspaces = Workspaces(binding.names, sizes, compressor.config.fragments)
         self._messages = PointToPoint()
@@ -60,36 +58,23 @@ class OuterSteps(ExchangeDriver):
         self._recorder: Recorder | None = None
 
     @property
-    def compressor(self) -> LocalStepsCompressor[Any]:
-        compressor = super().compressor
-        assert isinstance(compressor, LocalStepsCompressor)
-        return compressor
-
-    @property
     def rules(self) -> Rules:
         """What `schedule.py` must know. A load may have changed the start."""
         config, asks = self.compressor.config, self.consensus.binding.loss_scale is not None
-        looks_every = self.partner.looks_every(config.sync_every)
         start = self.compressor.start_step
-        return Rules(config.sync_every, config.fragments, config.delay, start, asks, looks_every)
+        rules = Rules(config.sync_every, config.fragments, config.delay, start, asks)
+        return dataclasses.replace(rules, looks_every=self.partner.looks_every(rules.shortest))
 
     # ---- at once
     # ----------------------------------------------------------------------------------------------
 
     def exchange(self, number: int | None) -> None:
         """Run the outer step of a fragment (None: of all weights), while the training waits."""
-        workspaces = self._workspaces
-        buffers = workspaces.of_all(self.compressor) if number is None else self._fragment(number)
+        buffers = self._fragment(number)
         if not buffers:
             return
-        device = buffers[0].layout.device
-        if not self.compressor.config.delay:
+        with self.as_behind(buffers[0].layout.device):
             self._exchange(buffers)
-            return
-        # the stream to which the memory of the learned state belongs
-        with in_background(device, after_current=True):
-            self._exchange(buffers)
-        wait_for_background(device)
 
     def _exchange(self, buffers: Sequence[OuterStepWorkspace]) -> None:
         """Exchange two buffers at a time, so that the memory needed does not grow with the
@@ -158,24 +143,35 @@ class OuterSteps(ExchangeDriver):
     # ----------------------------------------------------------------------------------------------
 
     def prepare(
-        self, weight: float, *, exchanges: bool, recorder: Recorder | None = None
+        self,
+        fragment: int | None,
+        weight: float,
+        *,
+        exchanges: bool,
+        recorder: Recorder | None = None,
+        sent: Sequence[torch.Tensor] = (),
     ) -> OuterExchange:
-        """Prepare the exchange of all weights, which writes nothing before `commit_prepared`; the
-        caller begins it. `weight` is the weight of this replica's differences in the mean. If
-        `exchanges` is False, this rank gets the result from rank 0 of its model, and the exchange
-        has no buffers.
+        """Prepare the exchange of a fragment (None: of all weights), which writes nothing before
+        `commit_prepared`; the caller begins it.
+
+        Args:
+            weight: of this replica's differences in the mean.
+            exchanges: whether this rank exchanges; otherwise it gets the result from rank 0 of its
+                model.
+            sent: the weights of an exchange that has failed, to send again; `commit_prepared`
+                keeps what the training has changed since. Empty: the present weights.
         """
         self.held.settle()  # a save may have written the residuals on another stream
-        buffers = self._fragment(0) if exchanges else []
+        buffers = self._fragment(fragment)
         for work in buffers:
             work.weight = weight
         self._recorder = recorder
-        return self._new_exchange(buffers)
+        return self._new_exchange(buffers, sent=sent, exchanges=exchanges)
 
     def replay(self, record: Record) -> None:
         """Take an outer step that others have taken from these weights."""
         self.held.settle()
-        buffers = self._fragment(0)
+        buffers = self._fragment(record.fragment)
         start = Replay(self.compressor, self.state, buffers, record)
         exchange = OuterExchange(buffers, start, self.counters.clocks)
         exchange.begin()
@@ -188,10 +184,15 @@ class OuterSteps(ExchangeDriver):
         """Set anchor and weights, or count a discarded step if a number is not finite in any buffer
         or any shard. All ranks of a model must call this.
         """
-        buffers = self._fragment(0)
-        good = torch.ones((), dtype=torch.bool, device=buffers[0].layout.device)
-        if exchange.buffers:
-            good = self._on_all_parts(exchange.finite())
+        with self.as_behind(exchange.device):
+            good = self._commit_on_all_ranks(exchange)
+        exchange.write_weights(keep_training=bool(exchange.sent) and bool(good))
+
+    def _commit_on_all_ranks(self, exchange: OuterExchange) -> torch.Tensor:
+        buffers = exchange.buffers
+        good = exchange.finite()
+        if exchange.exchanges:
+            good = self._on_all_parts(good)
         model = self.consensus.binding.group()
         if model.size() > 1:
             shared = good.to(torch.int32)
@@ -202,35 +203,21 @@ class OuterSteps(ExchangeDriver):
             self._recorder.good = bool(good)
         self._count(good, buffers)
         for place, work in enumerate(buffers if model.size() > 1 else ()):
-            flat = exchange.running[place].result if exchange.buffers else packed(work.layout)
+            flat = exchange.results[place] if exchange.exchanges else packed(work.layout)
             broadcast_first(flat, model, self.counters, "the outer step")
-            if not exchange.buffers:
+            if not exchange.exchanges:
                 for slot in work.layout.slots:
                     self.state[ANCHOR.key][slot.name].copy_(slot.of(flat))
-                write_back(work.layout, flat)
+                exchange.results.append(flat)
             if self.compressor.config.outer_momentum:
-                self._share_momentum(work.layout, exchanged=bool(exchange.buffers))
-        exchange.write_weights()
-
-    def _share_momentum(self, layout: BucketLayout, *, exchanged: bool) -> None:
-        """Copy the momentum of a buffer from rank 0 to all ranks of the model, which may all save
-        it.
-        """
-        momentum = self.state[MOMENTUM.key]
-        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-        for slot in layout.slots if exchanged else ():
-            slot.of(flat).copy_(momentum[slot.name])
-        broadcast_first(flat, self.consensus.binding.group(), self.counters, "the outer step")
-        if not exchanged:
-            names = [slot.name for slot in layout.slots]
-            momentum.update({slot.name: slot.of(flat).clone() for slot in layout.slots})
-            self.place_state(names)
+                self.share_momentum(work.layout, exchanged=exchange.exchanges)
+        return good
 
     # ---- what they share
     # ---------------------------------------------------------------------------------------------
 
-    def _new_exchange(self, buffers: Sequence[OuterStepWorkspace]) -> OuterExchange:
-        return OuterExchange(buffers, self._start, self.counters.clocks)
+    def _new_exchange(self, buffers: Sequence[OuterStepWorkspace], **options: Any) -> OuterExchange:
+        return OuterExchange(buffers, self._start, self.counters.clocks, **options)
 
     def _start(self, work: OuterStepWorkspace, flat: torch.Tensor) -> RunningExchange:
         group = self.partner.group
@@ -272,34 +259,14 @@ class OuterSteps(ExchangeDriver):
         shards = self.consensus.binding.shard_group
         return good if shards is None else good_on_all(good, shards, "all shards")
 
-    def _fragment(self, number: int) -> list[OuterStepWorkspace]:
-        return self._workspaces.of_fragment(number, self.compressor)
-
-    # ---- anchor and momentum
-    # -----------------------------------------------------------------------------------------
-
     def norm_and_cosine(self) -> tuple[float | None, float | None]:
         return norm_and_cosine(self._measured)
 
-    def set_anchor(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        # one by one, because the whole anchor may not fit on the device
-        for name, parameter in parameters.items():
-            self.state[ANCHOR.key].update(copied({name: parameter}))
-            self.place_state([name])
-
-    def place_state(self, names: Iterable[str] | None = None) -> None:
-        """Move anchor and momentum of these parameters (None: all) to where they are kept."""
-        known = self.consensus.binding.names.named_parameters()
-        for key, kept in self.state.entries.items():
-            for name in kept.keys() if names is None else kept.keys() & names:
-                if key in (ANCHOR.key, MOMENTUM.key) and self.compressor.offloads(
-                    known[name].device
-                ):
-                    kept[name] = to_host(kept[name])
-                elif self.compressor.config.delay:
-                    # Commits on the background stream free memory that this stream has allocated.
-                    with in_background(kept[name].device, after_current=False):
-                        keep_for_current_stream([kept[name]])
+    def _fragment(self, number: int | None) -> list[OuterStepWorkspace]:
+        """Return the buffers of a fragment; None: of all weights."""
+        if number is None:
+            return self._workspaces.of_all(self.compressor)
+        return self._workspaces.of_fragment(number, self.compressor)
 
 
 def _verdict(good: torch.Tensor) -> torch.Tensor | bool:

@@ -92,7 +92,8 @@ class DiLoCo(LocalSteps):
             2025).
         delay: send a fragment this many steps before its turn, while the training continues, and
             apply it at its turn; less than H / P. The changes that training makes in between are
-            kept.
+            kept. Among machines that come and go all that are there commit it at its turn; if
+            something of it is missing, they send the same differences again, and wait for that.
         offload: keep the anchor and the momentum in pinned host memory, which saves 4 or 8 bytes
             per parameter on an accelerator; None: yes. On the CPU it has no effect.
         start_iter: number of steps in which gradients are averaged exactly before the first round

@@ -5,15 +5,31 @@ everything that depends on who the others are. `FixedPartner` is for ranks that 
 the start to the end."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from commhooks.comm.nodes import Nodes
+from commhooks.local_steps.schedule import Applied, Exchanged, Sent
 
 if TYPE_CHECKING:
     from commhooks.local_steps.common_state import CommonState
     from commhooks.local_steps.fragments import OuterSteps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """What is due between two steps of the optimizers.
+
+    Attributes:
+        fragment: its number; None: all weights.
+        trained: `State.trained`, the passes in which this replica has trained.
+        limit_s: seconds to wait for the other replicas; None: as long as it takes."""
+
+    fragment: int | None
+    trained: int
+    limit_s: float | None = None
 
 
 class Partner(Protocol):
@@ -63,27 +79,31 @@ class Partner(Protocol):
         """Take what outer steps work on. The driver calls this once, before it calls anything
         else. Does not communicate."""
 
-    def looks_every(self, sync_every: int) -> int:
-        """Return after how many passes of a round to call `another_is_done`; 0: never."""
+    def looks_every(self, passes: int) -> int:
+        """Return after how many of `passes`, the fewest from one exchange or commit to the next, to
+        call `another_is_done`; 0: never."""
 
     def another_is_done(self) -> bool:
-        """Return whether another replica has done all passes of the running round, which then ends
-        here, too. Does not wait for other replicas."""
+        """Return whether another replica has come to the point for which this one trains, at which
+        a fragment is sent or applied; it then is the point here, too. Does not wait for other
+        replicas."""
 
-    def end_round(self, exchange: Callable[[], None], *, steps: int, limit_s: float | None) -> bool:
-        """Take the outer step that is due, between two steps of the optimizers. Return whether it
-        counts: if not, the replicas have had nothing to exchange, and the round goes on.
+    def exchange(self, outer: "OuterSteps", due: Due) -> Sent | Exchanged:
+        """Take the outer step that is due, while the training waits. The result may be that it has
+        not counted, because the replicas have had nothing to exchange, and the round goes on.
+        Raises HookRunError if the exchange has failed for good, or `limit_s` is over; so do the
+        next two methods."""
 
-        Args:
-            exchange: runs it at once, with the ranks in `group`. For a partner without conditions;
-                others use `OuterSteps.prepare` instead, which writes nothing before its
-                commit.
-            steps: passes of this replica since the latest outer step; 0 in the call that `joined`
-                asks for.
-            limit_s: seconds to wait for the other replicas; None: as long as it takes.
+    def send(self, outer: "OuterSteps", due: Due) -> Sent | Exchanged:
+        """Begin an outer step behind the training. Some partners take it at once in some cases, as
+        by `exchange`."""
 
-        Raises:
-            HookRunError: the exchange has failed for good, or `limit_s` is over."""
+    def apply(self, outer: "OuterSteps", due: Due) -> Sent | Applied:
+        """End the outer step in flight. The result is that the next one is in flight already, if
+        this replica is so late that the others have begun it."""
+
+    def forget(self) -> None:
+        """Drop what is in flight, because a state is loaded. Does not communicate."""
 
     def stats(self) -> dict[str, Any]:
         """Return what the partner adds to `CommHook.stats`. Any rank may call this."""
@@ -127,15 +147,27 @@ class FixedPartner:
     def bind(self, steps: "OuterSteps", common: "CommonState") -> None:
         pass
 
-    def looks_every(self, sync_every: int) -> int:
+    def looks_every(self, passes: int) -> int:
         return 0
 
     def another_is_done(self) -> bool:
         return False
 
-    def end_round(self, exchange: Callable[[], None], *, steps: int, limit_s: float | None) -> bool:
-        exchange()
-        return True
+    def exchange(self, outer: "OuterSteps", due: Due) -> Exchanged:
+        outer.exchange(due.fragment)
+        return Exchanged()
+
+    def send(self, outer: "OuterSteps", due: Due) -> Sent:
+        assert due.fragment is not None
+        outer.send(due.fragment)
+        return Sent()
+
+    def apply(self, outer: "OuterSteps", due: Due) -> Applied:
+        outer.apply()
+        return Applied()
+
+    def forget(self) -> None:
+        pass
 
     def stats(self) -> dict[str, Any]:
         return {}

@@ -24,12 +24,14 @@ class Record:
     Attributes:
         received: for each buffer the result of its last collective: the mean, as it was sent.
         replicas: how many have exchanged.
+        fragment: the number of the fragment; None: all weights.
         good: whether it was committed, and not discarded.
     """
 
     received: list[torch.Tensor] = field(default_factory=list)
     replicas: int = 1
     good: bool = True
+    fragment: int | None = 0
 
     def to_bytes(self) -> bytes:
         file = io.BytesIO()
@@ -54,9 +56,9 @@ class Recorder:
         self._received.append(received)
         return recorded(exchange, received)
 
-    def record(self, replicas: int) -> Record:
+    def record(self, replicas: int, fragment: int | None) -> Record:
         received = [part for parts in self._received for part in parts]
-        return Record(received, replicas, self.good)
+        return Record(received, replicas, self.good, fragment)
 
 
 class Replay:

@@ -61,9 +61,10 @@ class Rules:
             averaged.
         asks: whether some ranks may skip a step (GradScaler). All ranks are then asked in each
             pass after which an exchange would be due, and the round goes on if one will skip.
-        looks_every: after how many passes of a round to look whether another replica has done all
-            of its passes, which ends the round here; 0: never. A replica that is nearly done
-            finishes its round, so that replicas of equal speed do the same number of passes."""
+        looks_every: after how many passes to look whether another replica has come to the point
+            for which this one trains, at which a fragment is sent or applied; 0: never. It then is
+            the point here, too. A replica that is nearly there goes on to it, so that replicas of
+            equal speed do the same number of passes."""
 
     sync_every: int
     fragments: int = 1
@@ -71,6 +72,16 @@ class Rules:
     start_iter: int = 0
     asks: bool = False
     looks_every: int = 0
+
+    @property
+    def distance(self) -> int:
+        """Passes from one turn to the next."""
+        return self.sync_every // self.fragments
+
+    @property
+    def shortest(self) -> int:
+        """The fewest passes from one action of a turn to the next."""
+        return min(self.delay, self.distance - self.delay) if self.delay else self.distance
 
     @property
     def at_once(self) -> bool:
@@ -87,7 +98,9 @@ class State:
             once.
         ended: those of them that have ended.
         number: number of the latest pass in the run, earlier processes included.
-        in_round: passes of the running round.
+        in_round: passes of the running round; those of the replica that has done most, once it has
+            ended a turn.
+        trained: passes in which this rank has trained its own weights, since a state was loaded.
         turn: the fragment that is exchanged next.
         in_flight: whether that fragment has been sent.
         due_at: in the phase DUE, the value of `ended` since which every parameter must be stepped.
@@ -102,6 +115,7 @@ class State:
     ended: int = 0
     number: int = 0
     in_round: int = 0
+    trained: int = 0
     turn: int = 0
     in_flight: bool = False
     due_at: int = 0
@@ -167,7 +181,8 @@ class Answered(Event):
 
 @dataclass(frozen=True)
 class Looked(Event):
-    """`over`: whether another replica has ended its round; the same on all ranks of the model."""
+    """`over`: whether another replica has come to the point that this rank trains for: a fragment
+    is sent, or applied there; the same on all ranks of the model."""
 
     over: bool
 
@@ -210,19 +225,25 @@ class Begun(Event):
 
 @dataclass(frozen=True)
 class Sent(Event):
-    pass
+    """The fragment is in flight. In answer to `APPLY`: the exchange before has ended, and another
+    one is in flight. `fragment`: its number, if the partner has chosen it; None: `State.turn`. So
+    in the next two events."""
+
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
 class Applied(Event):
-    pass
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
 class Exchanged(Event):
-    """`counts`: False if the partner had nothing to exchange, and the round goes on."""
+    """In answer to `SEND`, too, if the partner has exchanged at once. `counts`: False if it had
+    nothing to exchange, and the round goes on."""
 
     counts: bool = True
+    fragment: int | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +284,7 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
         case PassCounts():
             return _count(rules, state)
         case Answered(all_step):
-            counted = replace(state, in_round=state.in_round + 1)
+            counted = _with_pass(state)
             return (
                 _due(counted) if all_step else replace(counted, phase=Phase.TRAINING)
             ), Action.NOTHING
@@ -283,10 +304,8 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
             ending = replace(state, phase=Phase.ENDING)
             return ending, Action.APPLY if state.in_flight else Action.EXCHANGE_ALL
         case Loaded():
-            state = replace(
-                state, phase=Phase.LOADED, in_round=0, turn=0, in_flight=False, apart=False
-            )
-            return replace(state, shared=Share.OPTIMIZERS), Action.NOTHING
+            state = replace(state, in_round=0, trained=0, turn=0, in_flight=False, apart=False)
+            return replace(state, phase=Phase.LOADED, shared=Share.OPTIMIZERS), Action.NOTHING
         case Failed():
             return replace(state, phase=Phase.TRAINING, in_flight=False), Action.NOTHING
     return _action_ends(rules, state, event)
@@ -296,18 +315,19 @@ def _action_ends(rules: Rules, state: State, event: Event) -> Next:
     match event:
         case Begun():
             return replace(state, phase=_phase_of_pass(rules, state.number + 1)), Action.NOTHING
-        case Sent():
-            return _go_on(rules, replace(state, in_flight=True))
+        case Sent(fragment):
+            return _sent(rules, state, fragment)
         case Applied() if state.phase is Phase.ENDING:
             return replace(state, in_flight=False), Action.EXCHANGE_ALL
-        case Applied():
-            return _end_turn(rules, replace(state, in_flight=False))
+        case Applied(fragment):
+            return _end_turn(rules, replace(_in_turn(rules, state, fragment), in_flight=False))
         case Exchanged(counts=False):
             return replace(state, phase=Phase.TRAINING, joined=True), Action.NOTHING
         case Exchanged() if state.phase is Phase.ENDING:
             return _end_round(state, apart=False)
-        case Exchanged():
-            return _end_turn(rules, replace(state, joined=True))
+        case Exchanged(fragment=fragment):
+            state = replace(_in_turn(rules, state, fragment), in_flight=False, joined=True)
+            return _end_turn(rules, state)
         case Shared(optimizers):
             shared = max(state.shared, Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
             return (
@@ -359,13 +379,17 @@ def _count(rules: Rules, state: State, *, repeated: bool = False) -> Next:
 
 
 def _counted(state: State) -> Next:
-    return replace(state, in_round=state.in_round + 1), Action.NOTHING
+    return _with_pass(state), Action.NOTHING
+
+
+def _with_pass(state: State) -> State:
+    return replace(state, in_round=state.in_round + 1, trained=state.trained + 1)
 
 
 def _end_turn_after_pass(rules: Rules, state: State) -> Next:
     if rules.asks:
         return state, Action.ASK
-    return _due(replace(state, in_round=state.in_round + 1)), Action.NOTHING
+    return _due(_with_pass(state)), Action.NOTHING
 
 
 def _ends_a_turn(rules: Rules, state: State) -> bool:
@@ -375,7 +399,7 @@ def _ends_a_turn(rules: Rules, state: State) -> bool:
 def _looks(rules: Rules, state: State) -> bool:
     """Return whether to look after the pass that comes next whether another replica is done."""
     done = state.in_round + 1
-    nearly_done = rules.sync_every - done <= max(2, rules.sync_every // 20)
+    nearly_done = _next_point(rules, state) - done <= max(2, rules.distance // 20)
     return rules.looks_every > 0 and done % rules.looks_every == 0 and not nearly_done
 
 
@@ -419,8 +443,32 @@ def _catch_up(rules: Rules, state: State) -> Next:
 
 
 def _is_due(rules: Rules, state: State, in_round: int) -> bool:
-    turn_ends = (state.turn + 1) * (rules.sync_every // rules.fragments)
-    return in_round >= (turn_ends if state.in_flight else turn_ends - rules.delay)
+    return in_round >= _next_point(rules, state)
+
+
+def _next_point(rules: Rules, state: State) -> int:
+    """Return after how many passes of the round fragment `turn` is sent, or applied if it is in
+    flight."""
+    turn_ends = (state.turn + 1) * rules.distance
+    return turn_ends if state.in_flight else turn_ends - rules.delay
+
+
+def _in_turn(rules: Rules, state: State, fragment: int | None) -> State:
+    """Return the state in the turn of a fragment, to which the partner may have gone on."""
+    if fragment in (None, state.turn):
+        return state
+    return replace(state, turn=fragment, in_round=fragment * rules.distance, in_flight=False)
+
+
+def _sent(rules: Rules, state: State, fragment: int | None) -> Next:
+    if state.phase is Phase.ENDING:
+        return replace(state, in_flight=True), Action.APPLY
+    if state.in_flight:  # its turn has ended, and a later fragment is in flight
+        state = replace(state, in_round=0, in_flight=False)
+    state = _in_turn(rules, state, fragment)
+    # Another replica may have come to this point first.
+    in_round = max(state.in_round, _next_point(rules, state))
+    return _go_on(rules, replace(state, in_round=in_round, in_flight=True, joined=True))
 
 
 def _exchange(rules: Rules, state: State) -> Next:
@@ -440,7 +488,8 @@ def _go_on(rules: Rules, state: State) -> Next:
 def _end_turn(rules: Rules, state: State) -> Next:
     if state.turn + 1 == rules.fragments:
         return _end_round(state, apart=not rules.at_once)
-    return _go_on(rules, replace(state, turn=state.turn + 1))
+    in_round = max(state.in_round, (state.turn + 1) * rules.distance)
+    return _go_on(rules, replace(state, turn=state.turn + 1, in_round=in_round))
 
 
 def _end_round(state: State, *, apart: bool) -> Next:

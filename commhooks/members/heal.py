@@ -75,12 +75,16 @@ class Healing:
             )
 
     def heal(self, decision: Decision, limit_s: float) -> bool:
-        """Take the state of `decision.source` after outer step `decision.step`, and the outer steps
-        that it has taken since. Return whether they were available.
+        """Take the state of `decision.source` after outer step `decision.step`, while the others go
+        on without this machine, and the outer steps that it has taken since; or the few outer steps
+        that are missing, for which the others wait. Return whether they were available.
         """
         source = decision.source
         assert source is not None
+        self._machine.history.end()
         reads_on = self.reads == source.id
+        if self._machine.lighthouse is not None and not reads_on:
+            self._machine.lighthouse.step_aside()
         if not reads_on and not self._take_state_of(source, decision.step, limit_s):
             return False
         first = self._outer.state.step

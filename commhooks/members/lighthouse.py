@@ -7,7 +7,8 @@ step that failed. Of its `ManagerServer`, only the heartbeats are used: native t
 The lighthouse gives a list (the quorum) to all machines at once, when all those have asked that it
 declares alive: a heartbeat or request has come from them in the last 5 s. It leaves out machines
 that have not asked after `--wait-s`, but not if half or more of all have not. Nobody can tell it
-that a machine has left or died, so the others answer for this machine (`Absent`).
+that a machine has left or died, so the others answer for this machine (`Absent`): those that notice
+its death, and in the quorums after that the first one by id.
 """
 
 import contextlib
@@ -57,11 +58,19 @@ def address_of(given: str | None) -> str:
     """Return the address of the lighthouse, from the option or the environment. Raises
     HookConfigError.
     """
-    if address := given or os.environ.get(VARIABLE, ""):
-        return address
+    address = given or os.environ.get(VARIABLE, "")
+    if not address:
+        raise HookConfigError(
+            f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that"
+            " `commhooks lighthouse` prints, or give commhooks.Torchft(lighthouse=...)"
+        )
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        parts = urlsplit(address)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port:
+            return address
     raise HookConfigError(
-        f"members without a lighthouse: set {VARIABLE}=http://host:29510 to the address that"
-        " `commhooks lighthouse` prints, or give commhooks.Torchft(lighthouse=...)"
+        f"the address of the lighthouse is {address!r}; expected one with http:// and a port, such"
+        " as http://10.0.0.5:29510"
     )
 
 
@@ -163,6 +172,7 @@ class Lighthouse:
         self._name = id  # under which this machine asks
         self._absent = Absent()
         self._others: dict[str, str] = {}  # the servers of the others in the latest quorum, by id
+        self._knows_of_death = False  # of one that was in the latest quorum
         self._request: _Request | None = None
         self._asking = False
         self._closed = threading.Event()
@@ -174,7 +184,8 @@ class Lighthouse:
         except Exception as error:  # torchft raises RuntimeError and TimeoutError
             raise AttachError(
                 f"members: the lighthouse at {address} did not answer within {timeout_s():g} s;"
-                f" start it by `commhooks lighthouse`, or correct {VARIABLE} ({error})"
+                f" start it by `commhooks lighthouse`, or correct {VARIABLE}"
+                f" ({str(error).rpartition('error: ')[2]})"
             ) from error
         self.heartbeats = Heartbeats(timeout_s, self._new_sender, self._others_train, lines)
         self._watch = Watch(self.has_died, self._servers.watch)
@@ -209,8 +220,8 @@ class Lighthouse:
         began = time.monotonic()
         self._asking = True
         self.heartbeats.asking(True)
-        for name in self._absent.names(began):
-            self._answer_for(name)
+        if self._knows_of_death or all(self._id < id for id in self._others):
+            self._answer_for_absent()  # one machine is enough
         self._request = _Request(lambda: self._wait_for_quorum(report))
         try:
             while (quorum := self._request.answer(_until(deadline))) is None:
@@ -237,6 +248,7 @@ class Lighthouse:
         self.heartbeats.begin_again()
         self.heartbeats.pause()
         self._answer_for(name)
+        self._answer_for_absent()  # the others may leave this to this machine
 
     def seen(self, reports: Sequence[Report]) -> None:
         """Must be called with the reports of the latest quorum."""
@@ -245,6 +257,7 @@ class Lighthouse:
             for report in reports
             if report.servers and not report.left and report.id != self._id
         }
+        self._knows_of_death = False
         self._watch.follow(self._others)
 
     def close(self) -> None:
@@ -320,7 +333,12 @@ class Lighthouse:
     def has_died(self, id: str) -> None:
         """The process of another machine has ended."""
         name = self._absent.has_died(id, time.monotonic())
+        self._knows_of_death = True
         if name is not None and self._asking:
+            self._answer_for_absent()
+
+    def _answer_for_absent(self) -> None:
+        for name in self._absent.names(time.monotonic()):
             self._answer_for(name)
 
     def _answer_for(self, name: str) -> None:

@@ -183,13 +183,9 @@ class Connections:
         if waiting and first.id != self._id and not listens(first.store):
             raise NotConnected(f"{first.name} at {first.store} does not answer", [first.id])
         while waiting:
-            statuses = self._statuses(waiting)
-            if silent := [machine for machine in waiting if machine.id not in statuses]:
-                raise self._not_connected(silent)
+            statuses = self.check(waiting, name)
             for machine in waiting:
                 status = statuses[machine.id]
-                if name in status.get("failed", ()):
-                    raise NotConnected(f"{machine.name} has given up to connect")
                 if status.get("number", 0) > machine.number:
                     raise NotConnected(f"{machine.name} has asked for the machines again")
             waiting = [
@@ -199,6 +195,19 @@ class Connections:
                 raise NotConnected(f"{_names(waiting)} did not come to connect")
             if waiting:
                 time.sleep(_POLL_S)
+
+    def check(self, machines: Sequence[Report], name: str) -> dict[str, dict[str, Any]]:
+        """Return the status of each of `machines` but this one. Raises NotConnected if one does not
+        answer, or has given up the exchange `name`.
+        """
+        others = [machine for machine in machines if machine.id != self._id]
+        statuses = self._statuses(others)
+        if silent := [machine for machine in others if machine.id not in statuses]:
+            raise self._not_connected(silent)
+        for machine in others:
+            if name in statuses[machine.id].get("failed", ()):
+                raise NotConnected(f"{machine.name} has given up the exchange")
+        return statuses
 
     def _statuses(self, machines: Sequence[Report]) -> dict[str, dict[str, Any]]:
         """Ask `machines` for their status. Those that do not answer are missing in the result."""

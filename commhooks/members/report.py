@@ -32,6 +32,15 @@ Let X be an exchange in which something has failed, at step s.
 Machines that never meet may go different ways, such as the two sides of a broken network. When
 they meet, the latest anchor wins, and the other side heals.
 
+**An exchange behind the training** (`delay`) belongs to the quorum in which it began. Nobody
+confirms: when it is due, its machines ask for a quorum, in which each reports it as complete or
+not, as after a failure. That is the second case. So they commit what a machine has sent that died
+after it, and otherwise exchange the same differences again, at once, without the machine that is
+missing. If the answer of this quorum reaches only some of them, they may COMMIT and train on; the
+others ask again, report X as complete, and COMMIT when they meet them, at step s + 1. Only one that
+first meets a machine for which X is incomplete, and which was not in that quorum, abandons X; and
+it heals when it meets the others, as above.
+
 In a sharded model each rank exchanges its shard in a group per shard, and the ranks of a
 machine agree before they confirm and before they write, so that a machine acts as one: a rank
 begins its confirmation only after everything has arrived on all ranks of its machine, and a
@@ -48,7 +57,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 4
+VERSION = 5
 """Changes with the protocol between machines, so that another version of commhooks is refused if it
 must be.
 """
@@ -79,12 +88,16 @@ class Report:
         step: outer steps that are in its anchor.
         anchor: a digest of its anchor and momentum.
         joined: whether it has begun a round with the others, or as the first.
-        steps: that it has done in the running round; 0: it has only begun it.
+        steps: that the differences contain which it exchanges next; 0: it has none.
+        done: steps since the latest exchange, after which all stood where one of them did.
         samples: in each of these steps; 1 if machines count by steps.
         attempt: the name of an exchange of which this machine does not know whether the others have
             committed it; "" if there is none.
         attempt_with: the ids of the machines of that exchange.
         complete: whether everything of that exchange has arrived here.
+        at_once: whether its training waits for the exchange; otherwise it would train on meanwhile.
+        again: whether it exchanges what was in flight, and was abandoned.
+        whole: whether it exchanges all weights, because it leaves; otherwise a fragment.
         connection: the name of the connections that it holds; "" without.
         unreachable: the ids of machines with which it could not connect.
         unexplained: exchanges with others that have failed in turn, although it reached every
@@ -107,10 +120,14 @@ class Report:
     anchor: int = 0
     joined: bool = False
     steps: int = 0
+    done: int = 0
     samples: int = 1
     attempt: str = ""
     attempt_with: tuple[str, ...] = ()
     complete: bool = False
+    at_once: bool = True
+    again: bool = False
+    whole: bool = False
     connection: str = ""
     unreachable: tuple[str, ...] = ()
     unexplained: int = 0
@@ -172,7 +189,7 @@ def read(id: str, content: object) -> Report:
 
 _TEXTS = ("id", "store", "attempt", "connection", "reads")
 _LISTS = ("servers", "attempt_with", "unreachable")
-_FLAGS = ("joined", "complete", "exchanged", "left")
+_FLAGS = ("joined", "complete", "at_once", "again", "whole", "exchanged", "left")
 
 
 def _checked(id: str, name: str, value: object) -> Any:
@@ -201,7 +218,8 @@ class QuorumAction(enum.Enum):
     ABANDON = "forget the attempt, then ask again"
     ASK_AGAIN = "ask again: other machines end their attempt first"
     EXCHANGE = (
-        "exchange the differences with `machines`, confirm, and commit if the confirmation ends"
+        "exchange the differences with `machines`: `at_once`, then confirm, and commit if the"
+        " confirmation ends, or behind the training, and ask again when it is due"
     )
     HEAL = "take the state of `source` after outer step `step`"
     BEGIN = "begin a round: nobody has trained"
@@ -218,12 +236,17 @@ class Decision:
             EXCHANGE and BEGIN.
         machines: that exchange (EXCHANGE) or begin (BEGIN), sorted by id; this one is among them.
         heals: the machines that take the state of this one.
-        participants: the machines that train the next round.
+        participants: the machines that train on after this decision. For COMMIT: those that
+            commit, and need no other quorum; empty if others are ahead, and they do.
         left_out: why machines do not take part, a sentence each.
         pause_s: how long to wait before this machine asks again.
         source: whose state to take.
         name: of the exchange. The connections that were made under another name are used again if
             `reuse`.
+        at_once: whether the training waits for the exchange. It does if any machine waits, which
+            leaves or exchanges again, or heals.
+        whole: whether all weights are exchanged, because a machine leaves; what must be exchanged
+            again goes before.
     """
 
     action: QuorumAction
@@ -237,6 +260,8 @@ class Decision:
     source: Report | None = None
     name: str = ""
     reuse: bool = False
+    at_once: bool = True
+    whole: bool = False
 
 
 def decide(reports: Sequence[Report], me: str) -> Decision:
@@ -290,8 +315,10 @@ def _settle(own: Report, reports: Sequence[Report]) -> Decision:
     undecided = [
         report for report in reports if report.id in own.attempt_with and report.step == own.step
     ]
-    complete = all(report.attempt == own.attempt and report.complete for report in undecided)
-    return Decision(action=QuorumAction.COMMIT if complete else QuorumAction.ABANDON)
+    if not all(report.attempt == own.attempt and report.complete for report in undecided):
+        return Decision(action=QuorumAction.ABANDON)
+    ahead = any(report.step > own.step for report in reports)
+    return Decision(action=QuorumAction.COMMIT, participants=() if ahead else tuple(undecided))
 
 
 def _step(own: Report, reports: Sequence[Report]) -> Decision:
@@ -308,6 +335,7 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
     }
     if own not in latest:
         return Decision(action=QuorumAction.HEAL, step=step, source=sources[own.id])
+    again = any(report.again for report in latest)
     numbers = [(report.id, report.number) for report in latest]
     connection = latest[0].connection
     return Decision(
@@ -316,6 +344,8 @@ def _step(own: Report, reports: Sequence[Report]) -> Decision:
         machines=tuple(latest),
         heals=tuple(report for report in behind if sources[report.id] is own),
         participants=tuple(latest),
+        at_once=bool(behind) or again or any(report.at_once for report in latest),
+        whole=not again and any(report.whole for report in latest),
         name=connection_name(latest, numbers),
         reuse=connection.startswith(connection_name(latest))
         and all(x.connection == connection for x in latest),
@@ -339,9 +369,11 @@ def effective_number(machines: Sequence[Report]) -> float:
 
 
 def furthest(machines: Sequence[Report]) -> Report | None:
-    """Return the machine that has done most steps, the first of equals; None if all are equal."""
-    most = max(machines, key=lambda machine: machine.steps)
-    return most if any(machine.steps < most.steps for machine in machines) else None
+    """Return the machine that has done most steps since the latest exchange, the first of equals;
+    None if all are equal.
+    """
+    most = max(machines, key=lambda machine: machine.done)
+    return most if any(machine.done < most.done for machine in machines) else None
 
 
 def connection_name(machines: Iterable[Report], numbers: object = None) -> str:

@@ -1,8 +1,9 @@
 """Outer steps among machines that come and go: ask for a quorum, decide (`report.py`), do it."""
 
 import dataclasses
+import enum
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
-from commhooks.members.attempt import Attempt
+from commhooks.local_steps.partner import Due
+from commhooks.local_steps.schedule import Applied, Exchanged, Sent
+from commhooks.members.attempts import Attempts
 from commhooks.members.heal import Healing
 from commhooks.members.quorum import Quorums
 from commhooks.members.report import Decision, QuorumAction, Report, effective_number
@@ -24,13 +27,21 @@ _LOOKS = 16
 """How often in a round the ranks of a machine agree whether another machine has done its round."""
 
 
+class _Result(enum.Enum):
+    """How a meeting of the machines ends for this one."""
+
+    SAME_ROUND = "no machine had trained, and the running round goes on"
+    NEW_ROUND = "a round begins"
+    IN_FLIGHT = "an exchange is in flight"
+
+
 class MachinePartner:
     """Implements `Partner` for machines that come and go. The ranks of a machine average gradients.
 
     Attributes:
         participants: the machines that train the running round, sorted by name.
-        exchanged_with: the machines of the latest exchange.
         healing: serves and takes states.
+        attempts: the exchanges of this machine.
     """
 
     description = "among machines that come and go"
@@ -44,15 +55,13 @@ class MachinePartner:
         self, machine: ThisMachine, source: GradientSource, signature: Mapping[str, str]
     ) -> None:
         self.participants: tuple[Report, ...] = ()
-        self.exchanged_with: tuple[Report, ...] = ()
         self.healing = Healing(machine, source)
+        self.attempts = Attempts(machine, source, self.healing.registered)
         self.options = machine.options
         self.name = machine.id.rpartition(":")[0]
         self.logs = machine.ranks.is_first
         self._machine, self._source, self._left = machine, source, False
         self._quorums = Quorums(machine)
-        # kept if `end_round` raises, because others may have committed it
-        self._attempt: Attempt | None = None
         # What this machine reports; `_report` completes it.
         self._own = Report(
             id=machine.id,
@@ -84,6 +93,7 @@ class MachinePartner:
     def bind(self, steps: OuterSteps, common: CommonState) -> None:
         self._outer, self._common = steps, common
         self.healing.bind(steps, common)
+        self.attempts.bind(steps, common)
         if (lighthouse := self._machine.lighthouse) is not None:
             counters = steps.counters
             lighthouse.heartbeats.passes = lambda: counters.backward_passes
@@ -96,61 +106,77 @@ class MachinePartner:
         return {"members": max(1, len(self.participants)), **self._machine.numbers.stats()}
 
     def leave(self) -> None:
-        """End this machine's part in the training, and tell the others. `end_round` then raises
+        """End this machine's part in the training, and tell the others. A later outer step raises
         HookRunError.
         """
         self._left = True
         self.close()
 
+    def forget(self) -> None:
+        self.attempts.forget()
+
     def close(self) -> None:
         self._machine.close()
+        self.attempts.close()
 
-    # ---- the end of a round
+    # ---- when another machine has come to the point for which this one trains
     # ----------------------------------------------------------------------------------------------
 
-    @property
-    def _round(self) -> int:
-        """The number of the running round: outer steps before it, with those discarded."""
-        state = self._outer.state
-        return state.step + state.nonfinite_steps
-
-    def looks_every(self, sync_every: int) -> int:
+    def looks_every(self, passes: int) -> int:
         if self.options.wait_for == "all":
             return 0
-        return 1 if self._machine.ranks.alone else max(1, sync_every // _LOOKS)
+        return 1 if self._machine.ranks.alone else max(1, passes // _LOOKS)
 
     def another_is_done(self) -> bool:
-        over, ranks = self._machine.round_end.is_over(self._round), self._machine.ranks
+        over, ranks = self._machine.round_end.is_over(self.attempts.point), self._machine.ranks
         return over if ranks.alone else not ranks.all_agree(not over)
 
-    def _tell_others(self) -> None:
-        """Tell the machines of the running round that this one has done its part, unless they know
-        it from another one.
-        """
-        round_end = self._machine.round_end
-        if self.options.wait_for == "all" or not self.logs or round_end.is_over(self._round):
-            return
-        others = [machine for machine in self.participants if machine.id != self._own.id]
-        if others:
-            round_end.tell([machine.servers[0] for machine in others], self._round)
+    def _tell(self, machines: Sequence[Report]) -> None:
+        """Tell `machines` that this one is at the point, unless they know it from another one."""
+        round_end, point = self._machine.round_end, self.attempts.point
+        others = [machine.servers[0] for machine in machines if machine.id != self._own.id]
+        tells = self.options.wait_for == "first" and self.logs
+        if tells and others and not round_end.is_over(point):
+            round_end.tell(others, point)
 
     # ---- an outer step
     # ----------------------------------------------------------------------------------------------
 
-    def end_round(self, exchange: Callable[[], None], *, steps: int, limit_s: float | None) -> bool:
-        """See `Partner`. Meet the other machines, and take an outer step with them or the state of
-        one of them. `exchange` is not called, because it would write before the others have
-        confirmed. Return whether a new round begins; False if no machine had trained, and the
-        running round goes on. Raises AttachError before the first outer step, if this machine does
-        not match the others.
+    def exchange(self, outer: OuterSteps, due: Due) -> Sent | Exchanged:
+        self._own = dataclasses.replace(self._own, at_once=True, whole=due.fragment is None)
+        result = self._meet(due)
+        if result is _Result.NEW_ROUND and self._own.whole and not self.attempts.whole:
+            result = self._meet(due)  # a fragment had to be exchanged again first
+        return self._exchanged(result)
+
+    def send(self, outer: OuterSteps, due: Due) -> Sent | Exchanged:
+        self._own = dataclasses.replace(self._own, at_once=False, whole=False)
+        return self._exchanged(self._meet(due))
+
+    def apply(self, outer: OuterSteps, due: Due) -> Sent | Applied:
+        result = self._exchanged(self._meet(due))
+        return result if isinstance(result, Sent) else Applied(result.fragment)
+
+    def _exchanged(self, result: "_Result") -> Sent | Exchanged:
+        turn = self.attempts.turn
+        if result is _Result.IN_FLIGHT:
+            return Sent(turn)
+        before = (turn - 1) % self._outer.rules.fragments
+        return Exchanged(counts=result is _Result.NEW_ROUND, fragment=before)
+
+    def _meet(self, due: Due) -> "_Result":
+        """Meet the other machines, and take an outer step with them or the state of one of them.
+        Raises AttachError before the first outer step, if this machine does not match the others.
         """
         if self._left:
             raise HookRunError("members: this machine has left the run (members.leave)")
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        self._tell_others()
-        new_round, failures = False, list[str]()
+        deadline = None if due.limit_s is None else time.monotonic() + due.limit_s
+        self._tell(self.participants)
+        if self.attempts.arrive(deadline):
+            self._failed()
+        result, failures = _Result.SAME_ROUND, list[str]()
         while True:
-            decision = self._decide(steps, deadline)
+            decision = self._decide(due.trained, deadline)
             match decision.action:
                 case QuorumAction.REFUSED:
                     raise AttachError(f"members: {decision.reason}")
@@ -158,107 +184,102 @@ class MachinePartner:
                     self._machine.lines.say("%s", decision.reason, about=decision.reason)
                     time.sleep(decision.pause_s)
                 case QuorumAction.COMMIT:
-                    self._commit()
-                    steps, new_round = 0, True
+                    result = _Result.NEW_ROUND
+                    if self._commit() and decision.participants:
+                        self._begin(decision)
+                        return result
                 case QuorumAction.ABANDON:
-                    self._attempt = None
+                    self.attempts.abandon()
                 case QuorumAction.ASK_AGAIN:
                     pass
                 case QuorumAction.HEAL:
-                    self._heal(decision, deadline)
-                    steps, new_round = 0, True
+                    self._heal(decision, due.trained, deadline)
+                    result = _Result.NEW_ROUND
                 case QuorumAction.BEGIN:
                     self._begin(decision)
                     self.healing.serve(decision)
-                    return new_round
+                    return result
                 case QuorumAction.EXCHANGE:
-                    if self._exchange(decision, deadline, failures):
+                    if self._exchange(decision, due.trained, deadline, failures):
+                        if not decision.at_once:
+                            self._go_on(decision)
+                            return _Result.IN_FLIGHT
                         self._commit()
                         self._begin(decision)
                         self.healing.serve(decision)
-                        return True
+                        return _Result.NEW_ROUND
 
-    def _decide(self, steps: int, deadline: float | None) -> Decision:
-        self._own = dataclasses.replace(self._own, number=self._own.number + 1, steps=steps)
-        return self._quorums.decide(self._report(), deadline)
+    def _decide(self, trained: int, deadline: float | None) -> Decision:
+        self._own = dataclasses.replace(self._own, number=self._own.number + 1)
+        return self._quorums.decide(self._report(trained), deadline)
 
-    def _report(self) -> Report:
-        state, attempt, connections = self._outer.state, self._attempt, self._machine.connections
+    def _report(self, trained: int) -> Report:
+        state, connections = self._outer.state, self._machine.connections
         anchors = [*state[ANCHOR.key].values(), *state[MOMENTUM.key].values()]
         return dataclasses.replace(
             self._own,
             step=state.step,
             anchor=self._machine.ranks.key_of_shards(self._common.digest(anchors)),
-            attempt="" if attempt is None else attempt.decision.name,
-            attempt_with=() if attempt is None else tuple(x.id for x in attempt.decision.machines),
-            complete=attempt is not None and attempt.prepared is not None,
+            **self.attempts.reported(self._own, trained),
             connection=connections.name,
             unreachable=tuple(connections.unreachable),
             failed_heals=self.healing.failed,
             reads=self.healing.reads,
         )
 
-    def _heal(self, decision: Decision, deadline: float | None) -> None:
-        """Take the state of another machine, while the others go on without this one; or the few
-        outer steps that are missing, for which they wait.
-        """
-        assert decision.source is not None
-        self._machine.history.end()
-        reads_on = self.healing.reads == decision.source.id
-        if self._machine.lighthouse is not None and not reads_on:
-            self._machine.lighthouse.step_aside()
-        if self.healing.heal(decision, self._limit(deadline)):
+    def _heal(self, decision: Decision, trained: int, deadline: float | None) -> None:
+        """Take the state of another machine."""
+        if self.healing.heal(decision, self._machine.limit_s(deadline)):
             self._own = dataclasses.replace(self._own, joined=True)
+        self.attempts.begin(trained)
 
-    def _exchange(self, decision: Decision, deadline: float | None, failures: list[str]) -> bool:
-        """Exchange, and return whether all machines can commit. Raises HookRunError when exchanges
-        have failed several times in turn; `failures` collects the texts.
+    def _exchange(
+        self, decision: Decision, trained: int, deadline: float | None, failures: list[str]
+    ) -> bool:
+        """Exchange, and return whether all machines can commit, or the exchange is in flight.
+        Raises HookRunError when exchanges have failed several times in turn; `failures` collects
+        the texts.
         """
-        self._attempt = attempt = Attempt(
-            decision, self._own, self._machine, self._source, self.healing.registered
-        )
-        self.exchanged_with = decision.machines
-        failure = attempt.run(self._outer, self._common, self._limit(deadline))
+        own = next(machine for machine in decision.machines if machine.id == self._own.id)
+        failure = self.attempts.run(decision, own, trained, self._machine.limit_s(deadline))
         if not failure:
             return True
-        if self._machine.ranks.exchanges:
-            unexplained = 0 if attempt.explained else self._own.unexplained + 1
-            self._own = dataclasses.replace(self._own, unexplained=unexplained)
         failures.append(failure)
-        self._machine.lines.say(
-            "an outer step among %s failed, and the machines meet again: %s",
-            _names(decision.machines),
-            failure,
-            about=decision.name,
-        )
+        self._failed()
+        if not decision.at_once:  # for others it may be in flight
+            self._tell(decision.machines)
         if len(failures) >= _MOST_FAILURES:
             raise HookRunError(
                 f"members: the outer step failed {len(failures)} times in turn: {failure}"
             )
         return False
 
-    def _commit(self) -> None:
-        attempt, self._attempt = self._attempt, None
+    def _failed(self) -> None:
+        """Count an attempt that has failed. It stays; the next quorum commits or abandons it."""
+        attempt = self.attempts.current
         assert attempt is not None
-        attempt.commit(self._outer)
-        self._machine.history.round = self._round
+        if self._machine.ranks.exchanges:
+            unexplained = 0 if attempt.explained else self._own.unexplained + 1
+            self._own = dataclasses.replace(self._own, unexplained=unexplained)
+
+    def _commit(self) -> bool:
+        """Commit the attempt. Return whether it was behind the training."""
+        attempt = self.attempts.current
+        assert attempt is not None
+        self.attempts.commit()
+        self._machine.history.round = self.attempts.round
         self._own = dataclasses.replace(self._own, exchanged=True, unexplained=0)
+        return not attempt.decision.at_once
 
     def _begin(self, decision: Decision) -> None:
         """Begin a round with the participants of `decision`."""
         self._machine.numbers.begin_round()
+        self._machine.history.round = self.attempts.round
+        self._go_on(decision)
+
+    def _go_on(self, decision: Decision) -> None:
+        """Train on with the participants of `decision`."""
         self.participants = decision.participants
         self._own = dataclasses.replace(self._own, joined=True)
-        self._machine.history.round = self._round
-        self._machine.round_end.begin(self._round)
+        self._machine.round_end.begin(self.attempts.point)
         self.healing.reads = ""
-
-    def _limit(self, deadline: float | None) -> float:
-        timeout_s = self._machine.timeout_s()
-        return (
-            timeout_s if deadline is None else max(0.0, min(timeout_s, deadline - time.monotonic()))
-        )
-
-
-def _names(machines: Sequence[Report]) -> str:
-    return ", ".join(machine.name for machine in machines)

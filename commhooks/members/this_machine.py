@@ -4,6 +4,7 @@ ranks.
 
 import json
 import socket
+import time
 import uuid
 from typing import Any
 
@@ -109,6 +110,13 @@ class ThisMachine:
         """Return after how many seconds a machine is given up that does not answer or move."""
         limit_s = self.options.timeout_s
         return self.numbers.limit_s if limit_s is None else limit_s
+
+    def limit_s(self, deadline: float | None) -> float:
+        """Return `timeout_s`, or the seconds until `deadline` if that comes first."""
+        timeout_s = self.timeout_s()
+        if deadline is None:
+            return timeout_s
+        return max(0.0, min(timeout_s, deadline - time.monotonic()))
 
     def _status(self) -> dict[str, Any]:
         return self.connections.status() | {"numbers": self.numbers.shown()}

@@ -30,6 +30,10 @@ from commhooks.sharded.scatter import ScatterGradients
 from commhooks.sharded.traffic import Traffic
 from commhooks.sharded.units import Unit, units_of
 
+_BUFFERS = ("gathered", "scattered", "copies", "grouped")
+"""Memory that all units share: messages of gathers and of scatters, which may be on their way at
+the same time, copies of a row for a kernel, and rows in the order of the nodes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -74,7 +78,7 @@ class AttachedShards:
         code = BlockCode(8, options.block_size)
         self.rows = [_rows_of(unit, options, code) for unit in units]
         self.native, self.slower = _kernel(device)
-        self._memory = {name: Memory(device) for name in ("messages", "copies", "grouped")}
+        self._memory = {name: Memory(device) for name in _BUFFERS}
         self.route = self._find_route(group)
         self._replaced: list[Callable[[], None]] = []
         for rows in self.rows:
@@ -89,16 +93,24 @@ class AttachedShards:
 
     def _replace(self, rows: Rows, logs: bool) -> None:
         unit = rows.unit
-        messages = self._memory["messages"]
+        memory = self._memory
         weights = self._codec(rows.weights)
         gradients = self._codec(rows.gradients)
         if gradients is not None and self.arrangement:
             assert rows.gradients is not None
             size = rows.gradients.numel * rows.gradients.dtype.itemsize
-            self._memory["grouped"].reserve(self.ranks * size)
-        gather = GatherWeights(unit.name, self.ranks, weights, self.route, messages, self.traffic)
+            memory["grouped"].reserve(self.ranks * size)
+        gather = GatherWeights(
+            unit.name, self.ranks, weights, self.route, memory["gathered"], self.traffic
+        )
         scatter = ScatterGradients(
-            unit.name, gradients, self.route, messages, self.passes, self.traffic, logs=logs
+            unit.name,
+            gradients,
+            self.route,
+            memory["scattered"],
+            self.passes,
+            self.traffic,
+            logs=logs,
         )
         _set(unit, gather, scatter)
         self._replaced.append(lambda: _set(unit, unit.gather, unit.scatter))
@@ -106,12 +118,12 @@ class AttachedShards:
     def _codec(self, layout: RowLayout | None) -> Codec | None:
         if layout is None or not layout.compressed:
             return None
-        return Codec(layout, self._memory["copies"], native=self.native)
+        return Codec(layout, self._memory["copies"], rows=self.ranks, native=self.native)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of one buffer for messages, for copies of a row, and for regrouped rows. On an
-        accelerator there are more of them if FSDP2 gathers ahead.
+        """Bytes of one buffer each: see `_BUFFERS`. There are as many as FSDP2 uses at a time: more
+        than one if it gathers ahead of the unit that it computes next.
         """
         return {name: memory.size for name, memory in self._memory.items()}
 

@@ -1,18 +1,19 @@
 """Encode pieces of a row in blocks, with the kernels of the quantised hooks."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from commhooks.comm.packing import concat_into, scatter_into
 from commhooks.compressors.native.tables import PieceTable, address
-from commhooks.compressors.quantized.kernels import add_dequantised, dequantise, quantise
+from commhooks.compressors.quantized.kernels import dequantise, quantise
 from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.gradients.precision import compute_dtype
 from commhooks.sharded.layout import Piece
 from commhooks.sharded.memory import Memory
-from commhooks.sharded.parts import Weigh, aligned
+from commhooks.sharded.parts import Weigh, aligned, together
 
 
 class Blocks:
@@ -33,59 +34,85 @@ class Blocks:
         self.codes_at = aligned(sum(self.blocks) * self.real.itemsize)
         self.nbytes = self.codes_at + sum(self.blocks) * code.block_bytes
 
-    def scales(self, section: torch.Tensor) -> torch.Tensor:
-        return section[: sum(self.blocks) * self.real.itemsize].view(self.real)
+    def scales(self, sections: torch.Tensor) -> torch.Tensor:
+        return sections[:, : sum(self.blocks) * self.real.itemsize].view(self.real)
 
-    def codes(self, section: torch.Tensor) -> torch.Tensor:
-        return section[self.codes_at :].view(-1, self.code.block_bytes)
+    def codes(self, sections: torch.Tensor) -> torch.Tensor:
+        return sections[:, self.codes_at :].unflatten(1, (-1, self.code.block_bytes))
 
 
 class TorchBlocks(Blocks):
-    """Implements `Part` with torch, on any device, in a copy of the pieces that is padded to whole
-    blocks. The host waits for no device.
+    """Implements `Part` with torch, on any device, in copies of the pieces that are padded to whole
+    blocks. The host waits for no device. `rows`: of a collective, at most.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], code: BlockCode, dtype: torch.dtype, scratch: Memory
+        self,
+        pieces: Sequence[Piece],
+        code: BlockCode,
+        dtype: torch.dtype,
+        scratch: Memory,
+        rows: int,
     ) -> None:
         super().__init__(pieces, code, dtype, scratch)
         self._numel = sum(self.blocks) * code.block_size
-        scratch.reserve(self._numel * self.real.itemsize)
+        row_bytes = self._numel * self.real.itemsize
+        self._together = together(rows, row_bytes, scratch.device)
+        scratch.reserve((1 + self._together) * row_bytes)  # `add` has its sum in the first one
         self._paddings = [
             blocks * code.block_size - piece.numel
             for blocks, piece in zip(self.blocks, pieces, strict=True)
         ]
 
-    def encode(self, row: torch.Tensor, section: torch.Tensor) -> None:
-        with self.scratch.lent(self._numel, self.real) as numbers:
-            blocks = self._load(row, numbers)
-            codes, scales = self.codes(section), self.scales(section)
-            quantise(self.code, blocks, codes, scales, self.largest_scale)
+    def encode(self, rows: torch.Tensor, sections: torch.Tensor) -> None:
+        with self._scratch() as scratch:
+            for some in self._turns(len(rows)):
+                blocks = self._load(rows[some], scratch)
+                codes, scales = self.codes(sections[some]), self.scales(sections[some])
+                quantise(self.code, blocks, codes, scales, self.largest_scale)
 
-    def decode(self, section: torch.Tensor, row: torch.Tensor) -> None:
-        with self.scratch.lent(self._numel, self.real) as numbers:
-            blocks = numbers.view(-1, self.code.block_size)
-            dequantise(self.code, self.codes(section), self.scales(section), blocks)
-            scatter_into(numbers, self._with_paddings(row))
+    def decode(self, sections: torch.Tensor, rows: torch.Tensor) -> None:
+        with self._scratch() as scratch:
+            for some in self._turns(len(rows)):
+                blocks = self._decoded(sections[some], scratch)
+                scatter_into(blocks.flatten(1), self._with_paddings(rows[some]))
 
-    def add(self, row: torch.Tensor, sections: Sequence[torch.Tensor], weigh: Weigh) -> None:
-        with self.scratch.lent(self._numel, self.real) as numbers:
-            blocks = weigh(self._load(row, numbers))
-            for section in sections:
-                scales = weigh(self.scales(section))
-                add_dequantised(self.code, self.codes(section), scales, blocks)
-            scatter_into(numbers, self._with_paddings(row))
+    def add(self, row: torch.Tensor, sections: torch.Tensor, own: int, weigh: Weigh) -> None:
+        weigh(self.scales(sections))
+        with self._scratch() as scratch:
+            total = weigh(self._load(row.unsqueeze(0), scratch))
+            for some in self._turns(len(sections)):
+                summands = self._decoded(sections[some], scratch[1:])
+                for sender, summand in enumerate(summands, some.start):
+                    if sender != own:
+                        total[0].add_(summand)
+            scatter_into(total.flatten(1), self._with_paddings(row.unsqueeze(0)))
 
-    def _load(self, row: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        concat_into(self._with_paddings(row), numbers)
-        return numbers.view(-1, self.code.block_size)
+    @contextlib.contextmanager
+    def _scratch(self) -> Iterator[torch.Tensor]:
+        rows = 1 + self._together
+        with self.scratch.lent(rows * self._numel, self.real) as numbers:
+            yield numbers.view(rows, -1, self.code.block_size)
 
-    def _with_paddings(self, row: torch.Tensor) -> list[torch.Tensor]:
-        zeros = row.new_zeros(self.code.block_size)
+    def _turns(self, rows: int) -> Iterator[slice]:
+        starts = range(0, rows, self._together)
+        return (slice(first, min(rows, first + self._together)) for first in starts)
+
+    def _load(self, rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        blocks = scratch[: len(rows)]
+        concat_into(self._with_paddings(rows), blocks.flatten(1))
+        return blocks
+
+    def _decoded(self, sections: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        blocks = scratch[: len(sections)]
+        return dequantise(self.code, self.codes(sections), self.scales(sections), blocks)
+
+    def _with_paddings(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        zeros = rows.new_zeros(len(rows), self.code.block_size)
         parts = []
         for piece, missing in zip(self.pieces, self._paddings, strict=True):
-            parts += [piece.of(row), zeros[:missing]]
-        return [part for part in parts if len(part)]
+            parts += [piece.of(rows), zeros[:, :missing]]
+        return [part for part in parts if part.shape[1]]
 
 
 class NativeBlocks(Blocks):
@@ -111,29 +138,32 @@ class NativeBlocks(Blocks):
         self._scales_at = first_blocks * self.real.itemsize
         self._table = PieceTable([[piece.numel, code.block_size] for piece in pieces], self.real)
 
-    def encode(self, row: torch.Tensor, section: torch.Tensor) -> None:
+    def encode(self, rows: torch.Tensor, sections: torch.Tensor) -> None:
         with self.scratch.lent(self._numel, self.real) as scratch:
-            self._use(self._load(row, scratch))
-            self._point("codes", "scales", section)
-            # factor 1, ranks 1, rank 0, stride 0: quantise only
-            self._table.run("quantise", self.code.bits, self.largest_scale, 1.0, 1, 0, 0)
+            for row, section in zip(rows, sections, strict=True):
+                self._use(self._load(row, scratch))
+                self._point("codes", "scales", section)
+                # factor 1, ranks 1, rank 0, stride 0: quantise only
+                self._table.run("quantise", self.code.bits, self.largest_scale, 1.0, 1, 0, 0)
 
-    def decode(self, section: torch.Tensor, row: torch.Tensor) -> None:
+    def decode(self, sections: torch.Tensor, rows: torch.Tensor) -> None:
         with self.scratch.lent(self._numel, self.real) as scratch:
-            self._use(scratch if self._copies else row)
-            self._point("arrived_codes", "arrived_scales", section)
-            self._table.run("dequantise", self.code.bits)
-            self._store(scratch, row)
+            for row, section in zip(rows, sections, strict=True):
+                self._use(scratch if self._copies else row)
+                self._point("arrived_codes", "arrived_scales", section)
+                self._table.run("dequantise", self.code.bits)
+                self._store(scratch, row)
 
-    def add(self, row: torch.Tensor, sections: Sequence[torch.Tensor], weigh: Weigh) -> None:
+    def add(self, row: torch.Tensor, sections: torch.Tensor, own: int, weigh: Weigh) -> None:
+        weigh(self.scales(sections))
         with self.scratch.lent(self._numel, self.real) as scratch:
             self._use(self._load(row, scratch))
             for numbers in [scratch] if self._copies else [piece.of(row) for piece in self.pieces]:
                 weigh(numbers)
-            for section in sections:
-                weigh(self.scales(section))
-                self._point("arrived_codes", "arrived_scales", section)
-                self._table.run("add_dequantised", self.code.bits)
+            for sender, section in enumerate(sections):
+                if sender != own:
+                    self._point("arrived_codes", "arrived_scales", section)
+                    self._table.run("add_dequantised", self.code.bits)
             self._store(scratch, row)
 
     def _load(self, row: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

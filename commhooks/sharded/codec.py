@@ -8,7 +8,6 @@ different kernels.
 """
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 
@@ -19,43 +18,49 @@ from commhooks.sharded.parts import Part, PlainPart, Weigh, aligned
 
 
 class Codec:
-    """Encodes the rows of one layout. A message is a uint8 tensor of `message_bytes`.
+    """Encodes rows of one layout: `n x numel`. Messages are uint8, `n x message_bytes`.
 
     Args:
-        scratch: memory for copies of one row.
+        scratch: memory for copies of rows.
+        rows: the number of rows in a collective, at most.
         native: compute with the C kernel, on the CPU.
     """
 
-    def __init__(self, layout: RowLayout, scratch: Memory, *, native: bool) -> None:
+    def __init__(self, layout: RowLayout, scratch: Memory, *, rows: int, native: bool) -> None:
         self.layout = layout
         self._parts: list[Part] = []
-        if layout.form == "int8":
-            kernel = NativeBlocks if native else TorchBlocks
-            self._parts.append(kernel(layout.compressed, layout.code, layout.dtype, scratch))
+        dtype = layout.dtype
+        device = scratch.device
+        if layout.form == "bf16":
+            wire = torch.bfloat16
+            self._parts.append(PlainPart(layout.compressed, dtype, wire, rows, device))
+        elif native:
+            self._parts.append(NativeBlocks(layout.compressed, layout.code, dtype, scratch))
         else:
-            self._parts.append(PlainPart(layout.compressed, layout.dtype, torch.bfloat16))
+            blocks = TorchBlocks(layout.compressed, layout.code, dtype, scratch, rows)
+            self._parts.append(blocks)
         if layout.exact:
-            self._parts.append(PlainPart(layout.exact, layout.dtype, layout.dtype))
+            self._parts.append(PlainPart(layout.exact, dtype, dtype, rows, device))
         sizes = [aligned(part.nbytes) for part in self._parts]
         *self._starts, self.message_bytes = itertools.accumulate(sizes, initial=0)
 
-    def encode(self, row: torch.Tensor, message: torch.Tensor) -> None:
-        """Write `message`. The row may be overwritten."""
-        for part, section in zip(self._parts, self._sections(message), strict=True):
-            part.encode(row, section)
+    def encode(self, rows: torch.Tensor, messages: torch.Tensor) -> None:
+        """Write `messages`. The rows may be overwritten."""
+        if len(rows):
+            for part, sections in self._sections(messages):
+                part.encode(rows, sections)
 
-    def decode(self, message: torch.Tensor, row: torch.Tensor) -> None:
-        for part, section in zip(self._parts, self._sections(message), strict=True):
-            part.decode(section, row)
+    def decode(self, messages: torch.Tensor, rows: torch.Tensor) -> None:
+        for part, sections in self._sections(messages):
+            part.decode(sections, rows)
 
-    def add(self, row: torch.Tensor, messages: Sequence[torch.Tensor], weigh: Weigh) -> None:
-        """Replace `row` by a sum with the rows in `messages`; see `Part.add`."""
-        of_messages = [self._sections(message) for message in messages]
-        for number, part in enumerate(self._parts):
-            part.add(row, [sections[number] for sections in of_messages], weigh)
+    def add(self, row: torch.Tensor, messages: torch.Tensor, own: int, weigh: Weigh) -> None:
+        """Replace `row` (1-D) by a sum with the rows in `messages` but `own`; see `Part.add`."""
+        for part, sections in self._sections(messages):
+            part.add(row, sections, own, weigh)
 
-    def _sections(self, message: torch.Tensor) -> list[torch.Tensor]:
+    def _sections(self, messages: torch.Tensor) -> list[tuple[Part, torch.Tensor]]:
         return [
-            message[start : start + part.nbytes]
+            (part, messages[:, start : start + part.nbytes])
             for start, part in zip(self._starts, self._parts, strict=True)
         ]

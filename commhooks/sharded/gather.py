@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from commhooks.comm.collectives import ALL_GATHER
 from commhooks.errors import HookRunError
+from commhooks.gradients import precision
 from commhooks.gradients.profiling import span
 from commhooks.sharded.codec import Codec
 from commhooks.sharded.memory import Memory
@@ -30,7 +31,7 @@ class GatherWeights:
         unit: name of the unit, for messages.
         ranks: number of ranks that share the unit.
         codec: None: send the weights as they are.
-        memory: for the messages of all ranks.
+        memory: for the messages of all ranks, until they are decoded.
     """
 
     def __init__(
@@ -65,6 +66,10 @@ class GatherWeights:
     ) -> Any:
         """Fill `output_tensor` (`ranks * numel`) with the rows of all ranks. The current stream
         waits, or with `async_op` the stream on which `wait` of the result is called.
+
+        On the CPU there is no stream that could wait, so FSDP2 always gets a result to wait for:
+        the messages travel while it computes, wherever it gathers ahead (torch 2.13: it waits for
+        every `Work` that it gets, before it reads the weights).
         """
         self._traffic.begin_gather(output_tensor)
         among_fewer = group.size() != self._ranks  # after a forward pass: reshard_after_forward=N
@@ -79,7 +84,7 @@ class GatherWeights:
             own_row.copy_(input_tensor)
         with span("gather", self._what):
             finish = self._send(self._codec, own_row, rows, group)
-        if async_op:
+        if async_op or precision.is_host_readable(rows.device):
             return Finishing(finish)
         finish()
         return None
@@ -93,14 +98,18 @@ class GatherWeights:
         clocks = self._traffic.counters.clocks
         places = self._route.places
         with clocks.measure(rows.device):
-            codec.encode(own_row, messages[places[group.rank()]])
-            pending = self._route.gather(messages, group, self._what)
+            place = places[group.rank()]
+            codec.encode(own_row.unsqueeze(0), messages[place : place + 1])
+            wait = self._route.gather(messages, group, self._what)
 
         def finish() -> None:
             with clocks.measure(rows.device):
-                pending.wait()
-                for place, row in zip(places, rows, strict=True):
-                    codec.decode(messages[place], row)
+                wait()
+                if places == range(self._ranks):
+                    codec.decode(messages, rows)
+                else:
+                    for place, row in zip(places, rows, strict=True):
+                        codec.decode(messages[place : place + 1], row.unsqueeze(0))
                 self._memory.give_back(buffer)
 
         return finish

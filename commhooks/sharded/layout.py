@@ -57,8 +57,9 @@ class Piece:
     numel: int
     exact: str = ""
 
-    def of(self, row: torch.Tensor) -> torch.Tensor:
-        return row[self.start : self.start + self.numel]
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the elements in a row, or in each of several rows."""
+        return rows[..., self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)

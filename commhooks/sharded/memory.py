@@ -10,8 +10,8 @@ from commhooks.gradients.modes import plain_mode
 
 
 class Memory:
-    """Lends buffers of `size` bytes. There are as many as were ever in use at the same time: one on
-    the CPU, and on an accelerator one for each unit that FSDP2 gathers or reduces ahead.
+    """Lends buffers of `size` bytes. There are as many as were ever in use at the same time: one,
+    and one for each unit that FSDP2 gathers or reduces ahead.
 
     Attributes:
         size: bytes of a buffer; reserve before the first use.

@@ -13,7 +13,7 @@ so every message enters a node once, and not L times. Reduce-scatter:
 so a rank sends N - 1 messages to other nodes, and not (N - 1) L.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,9 +36,11 @@ class Route(Protocol):
     peers: int
     here: int
 
-    def gather(self, messages: torch.Tensor, group: dist.ProcessGroup, what: str) -> Pending:
-        """Fill `messages` (`ranks x bytes`), of which this rank has written its own. With several
-        collectives the host, or on an accelerator the current stream, waits for all but the last.
+    def gather(
+        self, messages: torch.Tensor, group: dist.ProcessGroup, what: str
+    ) -> Callable[[], object]:
+        """Begin to fill `messages` (`ranks x bytes`), of which this rank has written its own, and
+        return what waits until they are there.
         """
 
     def reduce_inside(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -57,9 +59,11 @@ class Direct:
         self.here = rank
         self._traffic = traffic
 
-    def gather(self, messages: torch.Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+    def gather(
+        self, messages: torch.Tensor, group: dist.ProcessGroup, what: str
+    ) -> Callable[[], object]:
         send = Send(messages[self.here], op="gather", into=messages)
-        return start(send, group, self._traffic.counters, what, self._traffic.messages)
+        return start(send, group, self._traffic.counters, what, self._traffic.messages).wait
 
     def reduce_inside(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return rows
@@ -90,12 +94,19 @@ class BetweenNodes:
         order = sorted(range(len(ranks)), key=self.places.__getitem__)
         self._order = torch.tensor(order, device=rows.device)
 
-    def gather(self, messages: torch.Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+    def gather(
+        self, messages: torch.Tensor, group: dist.ProcessGroup, what: str
+    ) -> Callable[[], object]:
         of_places = messages.view(self._nodes.ranks_per_node, self.peers, -1)
         of_place = of_places[self._local]  # N x bytes
-        self._start(Send(of_place[self.here], op="gather", into=of_place), what).wait()
-        inside = Send(of_place, op="gather", into=of_places, over="intra_node")
-        return self._start(inside, what)
+        between = self._start(Send(of_place[self.here], op="gather", into=of_place), what)
+
+        def copy_inside() -> None:
+            between.wait()
+            inside = Send(of_place, op="gather", into=of_places, over="intra_node")
+            self._start(inside, what).wait()
+
+        return copy_inside
 
     def reduce_inside(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         # W x numel, by rank  ->  L x (N x numel)  ->  N x numel, summed over the node

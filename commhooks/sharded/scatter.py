@@ -106,12 +106,11 @@ class ScatterGradients:
         buffer = self._memory.take()
         used = buffer[: 2 * route.peers * size].view(2, route.peers, size)
         sent, arriving = used.unbind(0)
-        others = [peer for peer in range(route.peers) if peer != route.here]
-        for peer in others:
-            codec.encode(rows[peer], sent[peer])
+        for others in (slice(0, route.here), slice(route.here + 1, None)):
+            codec.encode(rows[others], sent[others])
         route.exchange(sent, arriving, group, f"gradients of {self._unit}").wait()
         output.copy_(rows[route.here])
-        codec.add(output, [arriving[peer] for peer in others], weigh)
+        codec.add(output, arriving, route.here, weigh)
         self._memory.give_back(buffer)
 
     def _spread_nonfinite(self, rows: torch.Tensor) -> None:

@@ -49,3 +49,5 @@ class Traffic:
     def end_step(self) -> None:
         self.counters.backward_passes += 1
         self._ended = True
+        # of gathers ahead in a pass that ended in an exception
+        self.messages.forget_abandoned()

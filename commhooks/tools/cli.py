@@ -152,6 +152,13 @@ def _network_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=float, metavar="MS", help="the time of a step without a network"
     )
     parser.add_argument(
+        "--gathers",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="of the weights in a step of fully_shard: 1 with reshard_after_forward=False (2)",
+    )
+    parser.add_argument(
         "--backend", help="of the process group: nccl, gloo (default: torch's choice)"
     )
     _json_argument(parser, "bytes, seconds, bit/s")

@@ -16,6 +16,10 @@ def run(arguments: argparse.Namespace) -> None:
     check_torchft()
     from torchft.coordination import LighthouseServer
 
+    limits = {"wait-s": arguments.wait_s, "heartbeat-timeout-s": arguments.heartbeat_timeout_s}
+    for name, seconds in limits.items():
+        if not 0 < seconds < float("inf"):
+            raise CommandError(f"--{name} {seconds:g}; expected seconds, more than 0")
     try:
         server = LighthouseServer(
             f"[::]:{arguments.port}",

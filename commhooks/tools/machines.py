@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from commhooks.errors import CommandError
 from commhooks.members.client import NETWORK_ERRORS, Client
-from commhooks.members.lighthouse import address_of, id_of
+from commhooks.members.lighthouse import VARIABLE, address_of, id_of
 from commhooks.members.secret import key_of
 from commhooks.members.status_page import machines_at
 
@@ -31,7 +32,13 @@ class Row:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    lighthouse, client = address_of(arguments.lighthouse), Client(key_of(None))
+    if not (arguments.lighthouse or os.environ.get(VARIABLE)):
+        raise CommandError(
+            f"no lighthouse: give --lighthouse http://host:29510, or set {VARIABLE} as on the"
+            " machines"
+        )
+    lighthouse = address_of(arguments.lighthouse)
+    client = Client(key_of(None))
     console = Console()
     if arguments.once:
         console.print(table(ask_all(lighthouse, client), time.time()))
@@ -47,7 +54,8 @@ def ask_all(lighthouse: str, client: Client) -> list[Row]:
     try:
         listed = [machine for machine in machines_at(lighthouse) if machine.server]
     except (*NETWORK_ERRORS, ValueError) as error:
-        raise CommandError(f"the lighthouse at {lighthouse} does not answer: {error}") from error
+        reason = getattr(error, "reason", error)  # urllib wraps it
+        raise CommandError(f"the lighthouse at {lighthouse} does not answer: {reason}") from error
     if not listed:
         return []
     with ThreadPoolExecutor(min(16, len(listed)), "commhooks machines") as pool:

@@ -14,13 +14,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import (
-    Op,
     collective_error,
     gather_rows,
     gather_texts,
@@ -28,33 +27,20 @@ from commhooks.comm.collectives import (
 )
 from commhooks.comm.groups import backend_of
 from commhooks.comm.nodes import places_of, ranks_by_place
-from commhooks.compressors.unit_plan import ParameterInfo
 from commhooks.errors import CommandError, HookConfigError
-from commhooks.plan import new_table, text_of, whole_plan
-from commhooks.registry import COMPRESSORS
-from commhooks.request import HookRequest
+from commhooks.plan import new_table, text_of
 from commhooks.tools.common import process_group, seconds_of
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Names a hook with options as in `attach`. `label`: its name in the table."""
-
-    label: str
-    hook: str
-    options: dict[str, Any]
-
-
-PLAIN = Predicted("plain DDP", "allreduce", {})
-CANDIDATES = (
-    PLAIN,
-    Predicted("bf16", "bf16_compress", {}),
-    Predicted("int8", "int8_compress", {}),
-    Predicted("powerSGD rank 4", "powerSGD", {"matrix_approximation_rank": 4}),
-    Predicted("diloco, every 5 steps", "diloco", {"sync_every": 5}),
-    Predicted("diloco, every 30 steps", "diloco", {"sync_every": 30}),
+from commhooks.tools.step_cost import (
+    Backend,
+    Cluster,
+    Exchange,
+    Predicted,
+    exchanges,
+    messages,
+    sharded_exchanges,
+    total_s,
 )
-"""In order of increasing loss."""
+
 SMALL = 0.15
 """An exchange is small if it takes at most this share of a step's computing time. A lossier hook
 could then make the step at most 13 % shorter.
@@ -80,12 +66,13 @@ ONE_MACHINE = (
     " network."
 )
 LEGEND = (
-    "Predicted from the line 'all at once', as if nothing overlapped with the backward pass and the"
-    " codec took no time; * with ranks_per_node."
+    "Predicted from the line 'all at once' and the speed of memory, as if nothing overlapped with"
+    " the backward pass; * with ranks_per_node. fully_shard is over all ranks and gathers weights"
+    " twice per step, or as often as --gathers says."
 )
-_BUCKET_BYTES = 25 * 2**20  # DDP's default
 _LARGEST_BYTES = 32 * 2**20
 _SMALLEST_BYTES = 64 * 2**10
+_ADDED_BYTES = 64 * 2**20
 _ENOUGH_S = 0.05
 _REPEATS = 3
 _PINGS = 5
@@ -99,19 +86,20 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.backend, "torchrun --nnodes 2 --nproc-per-node 8 ... -m commhooks network"
     ):
         group = resolve_group()
-        report = measure(group, sizes, arguments.step_ms)
+        report = measure(group, sizes, arguments.step_ms, arguments.gathers)
         if group.rank() == 0:
             print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)
         dist.barrier()
 
 
 def measure(
-    group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None
+    group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float | None, gathers: int = 2
 ) -> "NetworkReport":
     """Measure the network between the ranks of `group`; all of them must call this.
 
     Returns the same report on all ranks. `sizes`: numbers of parameters, by the names that the
-    report shows. `step_ms`: the time of a step without a network, if known.
+    report shows. `step_ms`: the time of a step without a network, if known. `gathers`: see
+    `sharded_exchanges`.
     """
     if group.size() == 1:
         raise CommandError(
@@ -139,6 +127,7 @@ def measure(
         link,
         max(inside, default=link.mbit_per_s),
         "nccl" if on_gpu else "gloo",
+        memory_speed(group, device),
     )
     return NetworkReport(
         machines=machines,
@@ -149,6 +138,7 @@ def measure(
         pairs=pairs,
         link=link,
         exchanges={text: exchanges(size, cluster) for text, size in sizes.items()},
+        sharded={text: sharded_exchanges(size, cluster, gathers) for text, size in sizes.items()},
         step_ms=step_ms,
         took_s=time.perf_counter() - began,
     )
@@ -200,6 +190,15 @@ def _enough_s(latency_s: float) -> float:
 def _without_latency_s(took_s: float, latency_s: float) -> float:
     """Return the time for the bytes of a message: at least a tenth of its time."""
     return max(took_s - latency_s, took_s / 10)
+
+
+def memory_speed(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the bytes per second of `a.add_(b)` on the slowest rank, all ranks at a time."""
+    a, b = torch.ones(2, _ADDED_BYTES // 4, device=device)
+    took_s = min(seconds_of(lambda: a.add_(b), device) for _ in range(1 + _REPEATS))
+    row = torch.tensor([took_s], dtype=torch.float64, device=device)
+    slowest_s = float(gather_rows(row, group, None, "the time of an addition").max())
+    return 3 * a.nbytes / slowest_s
 
 
 # ---- pairs
@@ -349,62 +348,20 @@ def bandwidth(mbit_per_s: float) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Holds the parameters of the network model.
-
-    Attributes:
-        bandwidth: bit/s per machine, between machines.
-        inside: bit/s per rank, inside a machine.
-        latency: seconds per message, between machines.
-    """
-
-    machines: int
-    ranks_per_machine: int
-    bandwidth: float
-    inside: float
-    latency: float
-    backend: Literal["nccl", "gloo"]
-
-    def seconds(self, counted: float, ops: Sequence[Op], buckets: int, together: int) -> float:
-        """Predict the seconds of the collectives `ops` of each bucket, one after another.
-
-        `counted`: bytes in all buckets (see `Counters`), divided equally among `ops`. `together`:
-        number of ranks of a machine in one group.
-        """
-        ranks = self.machines * together
-        total = 0.0
-        for op in ops:
-            # each rank sends to every other rank
-            if op == "all_to_all" or (op == "gather" and self.backend == "gloo"):
-                messages = ranks - together
-                shares = together * messages
-            else:
-                messages = _messages(op, ranks, self.backend)
-                shares = ranks - 1
-            leaving = 2 * shares / ranks * counted / len(ops)
-            total += 8 * leaving / self.bandwidth + buckets * messages * self.latency
-        return total
-
-
-def _messages(op: Op, ranks: int, backend: str) -> int:
-    """Return the number of consecutive messages in a ring, or in NCCL's tree if there are fewer."""
-    if op == "gather":
-        return ranks - 1
-    return 2 * min(ranks - 1, math.ceil(math.log2(ranks)) if backend == "nccl" else ranks)
-
-
 def cluster_of(
     machines: Sequence[Sequence[int]],
     link: Link,
     inside_mbit_per_s: float,
-    backend: Literal["nccl", "gloo"],
+    backend: Backend,
+    memory: float = math.inf,
 ) -> Cluster:
-    """Fit the model. If machines have different numbers of ranks, each rank counts as a machine."""
+    """Fit the model; see `Cluster`. If machines have different numbers of ranks, each rank counts
+    as a machine.
+    """
     ranks = sum(map(len, machines))
     sizes = {len(ranks_of_machine) for ranks_of_machine in machines}
     together = sizes.pop() if len(machines) > 1 and len(sizes) == 1 else 1
-    latency = link.latency_ms / 1e3 / _messages("sum", ranks, backend)
+    latency = link.latency_ms / 1e3 / messages("sum", ranks, backend)
     return Cluster(
         ranks // together,
         together,
@@ -412,52 +369,8 @@ def cluster_of(
         1e6 * inside_mbit_per_s,
         latency,
         backend,
+        memory=memory,
     )
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Holds the predicted time that a step spends on the network with one hook, on average.
-
-    `between_nodes`: whether this is with `ranks_per_node`, because it is faster.
-    """
-
-    candidate: Predicted
-    seconds: float
-    between_nodes: bool
-
-
-def exchanges(numel: float, cluster: Cluster) -> list[Exchange]:
-    parameters = [ParameterInfo(name, weight) for name, weight in transformer(numel).items()]
-    candidates = [candidate for candidate in CANDIDATES if candidate.hook in COMPRESSORS]
-    return [_exchange(candidate, parameters, cluster) for candidate in candidates]
-
-
-def _exchange(candidate: Predicted, parameters: list[ParameterInfo], cluster: Cluster) -> Exchange:
-    request = HookRequest.parse(candidate.hook, hook_options=candidate.options)
-    compressor = request.new_compressor(total_steps=1)
-    assert compressor is not None
-    plan = whole_plan(candidate.hook, compressor, compressor.plan(parameters))
-    config = compressor.config
-    every = config.sync_every if config.averages_weights else 1
-    buckets = math.ceil(plan.bytes_before / _BUCKET_BYTES)
-    counted = every * (plan.bytes_after + plan.flag_bytes)
-
-    def seconds(together: int) -> float:
-        return cluster.seconds(counted, compressor.collectives, buckets, together) / every
-
-    ranks = cluster.ranks_per_machine
-    among_all = Exchange(candidate, seconds(ranks), between_nodes=False)
-    if candidate is PLAIN or config.averages_weights or ranks == 1:
-        return among_all
-    # Inside a machine every gradient travels twice, as in an all-reduce.
-    inside = 8 * 2 * (ranks - 1) / ranks * plan.bytes_before / cluster.inside
-    between_nodes = Exchange(candidate, seconds(1) + inside, between_nodes=True)
-    return min(among_all, between_nodes, key=_seconds)
-
-
-def _seconds(exchange: Exchange) -> float:
-    return exchange.seconds
 
 
 def parsed_size(text: str) -> float:
@@ -470,23 +383,6 @@ def parsed_size(text: str) -> float:
     return size
 
 
-def transformer(numel: float) -> dict[str, torch.Tensor]:
-    """Make a transformer of about `numel` parameters, 64 times as wide as deep, like GPT-2.
-
-    The tensors are on the meta device.
-    """
-    width = max(64, 64 * round((64 * numel / 12) ** (1 / 3) / 64))
-    layers = max(1, round(numel / (12 * width**2)))
-    shapes = {"attention": (3 * width, width), "output": (width, width), "norm": (width,)}
-    shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
-    with torch.device("meta"):
-        return {
-            f"{layer}.{name}": torch.empty(shape)
-            for layer in range(layers)
-            for name, shape in shapes.items()
-        }
-
-
 # ---- the report
 # --------------------------------------------------------------------------------------------------
 
@@ -494,7 +390,8 @@ def transformer(numel: float) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True)
 class NetworkReport:
     """Holds the result of `commhooks network`, equal on every rank. `print(report)` shows tables
-    and advice. `machines` and `interfaces` are by machine; `exchanges` by model size, one per hook.
+    and advice. `machines` and `interfaces` are by machine; `exchanges` by model size, one per hook,
+    and `sharded` likewise, for a model that `fully_shard` has divided among all ranks.
     """
 
     machines: dict[str, list[int]]
@@ -503,6 +400,7 @@ class NetworkReport:
     pairs: list[Pair]
     link: Link
     exchanges: dict[str, list[Exchange]]
+    sharded: dict[str, list[Exchange]]
     step_ms: float | None
     took_s: float
 
@@ -528,12 +426,9 @@ class NetworkReport:
         times.add_column("hook")
         for size in self.exchanges:
             times.add_column(size, justify="right")
-        for row in zip(*self.exchanges.values(), strict=True):
-            cells = [
-                f"{_figures(exchange.seconds)}{' *' if exchange.between_nodes else ''}"
-                for exchange in row
-            ]
-            times.add_row(row[0].candidate.label, *cells)
+        for kinds in (self.exchanges, self.sharded):
+            for row in zip(*kinds.values(), strict=True):
+                times.add_row(row[0].candidate.label, *map(_cell, row))
         legend = CONNECTIONS_LEGEND + (f" {ONE_MACHINE}" if len(self.machines) == 1 else "")
         return text_of(*lines, connections, legend, times, LEGEND, *self.advice())
 
@@ -594,7 +489,8 @@ class NetworkReport:
         if plain.seconds <= limit:
             return f"{spends}, {computing}: nothing needed."
         small = [exchange for exchange in exchanges if exchange.seconds <= limit]
-        best = small[0] if small else min(exchanges, key=_seconds)
+        best = small[0] if small else min(exchanges, key=total_s)
+        assert isinstance(best.candidate, Predicted)
         arguments = f'hook="{best.candidate.hook}"'
         if best.candidate.options:
             arguments += f", hook_options={dict(best.candidate.options)!r}"
@@ -605,6 +501,10 @@ class NetworkReport:
             f"{spends}. With {arguments} it would be {_duration(best.seconds)}: {verdict}"
             f" {computing}. Compare the last loss with plain DDP's."
         )
+
+
+def _cell(exchange: Exchange) -> str:
+    return f"{_figures(exchange.seconds)}{' *' if exchange.between_nodes else ''}"
 
 
 def _figures(number: float) -> str:

@@ -1,5 +1,6 @@
 """Models of `torch.distributed._composable.replicate` are compressed, saved and resumed."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -142,3 +144,47 @@ def test_a_model_that_averages_itself_is_refused_with_the_two_lines_to_change(
 ) -> None:
     for message in run_ranks(_over_all_ranks):
         assert "replicate(module, mesh=mesh['shard'])" in message and "(2, 1)" in message
+
+
+SHARDS_ALONE: dict[str, Any] = {"hook": None, "shards": "int8"}
+BETWEEN_REPLICAS: dict[str, Any] = {"hook": "allreduce"}
+
+
+def _a_part_replicated() -> list[str]:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    ranks = mesh_of(2, 1)["replicate"]
+    parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    replicate_with_fsdp(parts[1], mesh=ranks)
+    models = [fully_shard(parts, mesh=ranks)]
+    placed = nn.Linear(8, 8)
+    with contextlib.suppress(ValueError):  # torch 2.13 lets shard_placement_fn return Shard only
+        models.append(
+            fully_shard(
+                placed,
+                mesh=ranks,
+                shard_placement_fn=lambda parameter: Replicate() if parameter.ndim == 1 else None,
+            )
+        )
+    return [
+        _refusal(model, **arguments)
+        for model in models
+        for arguments in (SHARDS_ALONE, BETWEEN_REPLICAS)
+    ]
+
+
+def _refusal(model: nn.Module, hook: str | None, **more: Any) -> str:
+    if hook is not None:
+        more["replicate_group"] = mesh_of(1, 2)["replicate"]
+    with pytest.raises(commhooks.AttachError) as error:
+        commhooks.attach(model, hook, **more)
+    return str(error.value)
+
+
+@features.replicate_with_fsdp
+@features.custom_collectives
+def test_a_part_that_is_replicated_beside_shards_is_refused(run_ranks: Any) -> None:
+    for messages in run_ranks(_a_part_replicated):
+        assert len(messages) >= 2
+        for message in messages:
+            assert "is replicated, and" in message and "return Shard(0), not Replicate()" in message

@@ -7,7 +7,6 @@ import copy
 import io
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.local_steps.partner import FixedPartner
+from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.partner import Due, FixedPartner
+from commhooks.local_steps.schedule import Exchanged
 from tests.support.ddp_steps import log_lines, process_group_of_one
 from tests.support.training import Run, batch, flat, plain
 
@@ -412,14 +413,13 @@ def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
     first, second = (torch.optim.Adam(layer.parameters(), lr=0.01) for layer in model)
     met: list[tuple[int, bool, list[int]]] = []
 
-    def end_round(
-        partner: Any, exchange: Callable[[], None], *, steps: int, limit_s: float | None
-    ) -> bool:
-        met.append((passes, steps > 0, [len(optimizer.state) for optimizer in (first, second)]))
-        exchange()
-        return True
+    def exchange(partner: FixedPartner, outer: OuterSteps, due: Due) -> Exchanged:
+        joined = hook._hook.driver.state.joined
+        met.append((passes, joined, [len(optimizer.state) for optimizer in (first, second)]))
+        outer.exchange(due.fragment)
+        return Exchanged()
 
-    new = {"joined": False, "end_round": end_round}
+    new = {"joined": False, "exchange": exchange}
     with (
         process_group_of_one(),
         mock.patch.multiple(FixedPartner, **new),

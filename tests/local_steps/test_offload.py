@@ -13,7 +13,7 @@ import torch
 
 import commhooks
 from commhooks.comm import collectives
-from commhooks.local_steps import exchange, flat_weights, fragments, offload, outer_step
+from commhooks.local_steps import exchange, flat_weights, offload, outer_state, outer_step
 from commhooks.local_steps.fragments import OuterSteps
 from tests.support.cuda_stand_ins import cuda_stand_ins, storage
 from tests.support.ddp_steps import process_group_of_one
@@ -36,7 +36,7 @@ def _resumed(on_accelerator: bool, config: commhooks.DiLoCo) -> Any:
     """
     with (
         masks(on_accelerator),
-        mock.patch.object(fragments, "to_host", wraps=offload.to_host) as moved,
+        mock.patch.object(outer_state, "to_host", wraps=offload.to_host) as moved,
     ):
         saved = Run.new(hook=config).train(5).save(residual="mean")
         run = Run.new(hook=config).load(saved).train(5)

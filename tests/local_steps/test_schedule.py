@@ -55,7 +55,9 @@ class Rank:
     b       a backward pass; `b?`: some rank will skip the step after it; `b+`: another replica has
             done its round
     s       a step of both parameters; `s0`, `s1`: of one of them. `s!`: what it leads to fails;
-    `s~`: nobody exchanges ( )     the begin and the end of a step with a closure
+            `s~`: nobody exchanges; `s^`: the partner exchanges at once what it should send, or has
+            sent again when it should apply
+    ( )     the begin and the end of a step with a closure
     end     a save or `synchronize`; `end!`: it fails
     all     rank 0 shares the state of the optimizers
     load    a state is loaded
@@ -71,7 +73,7 @@ class Rank:
         """Play a word, and return the names of the actions to which it leads."""
         before, (kind, how) = (
             len(self.log),
-            (word.rstrip("?!~+01"), word[len(word.rstrip("?!~+01")) :]),
+            (word.rstrip("?!~+^01"), word[len(word.rstrip("?!~+^01")) :]),
         )
         in_round = self.state.in_round
         match kind:
@@ -116,8 +118,11 @@ class Rank:
                 answer = Looked(how == "+")
             if how == "!":
                 answer = Failed()
-            if how == "~" and isinstance(answer, Exchanged):
+            if how == "~" and isinstance(answer, Exchanged | Sent):
                 answer = Exchanged(counts=False)
+            if how == "^":
+                answer = Exchanged() if action is Action.SEND else Sent()
+                how = ""
             self.state, action = advance(self.rules, self.state, answer)
 
 
@@ -127,6 +132,7 @@ LATER = Rules(sync_every=3, delay=2)
 STREAM = Rules(sync_every=4, fragments=2, delay=1)
 FIRST = Rules(sync_every=8, looks_every=1)
 FIRST_OF_RANKS = Rules(sync_every=8, looks_every=2)
+FIRST_LATER = Rules(sync_every=10, delay=5, looks_every=1)
 FIRST_ASKS = Rules(sync_every=8, asks=True, looks_every=1)
 NEW = State(joined=False)
 
@@ -405,6 +411,47 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         {},
     ),
     "a machine leaves before the end of its round": (H3, "f b s  end=EXCHANGE_ALL+SHARE", {}),
+    # ---- machines, and exchanges behind the training ----
+    "another machine has sent: so does this one": (
+        FIRST_LATER,
+        "f b+=LOOK s=SEND",
+        {"in_round": 5, "in_flight": True, "trained": 1},
+    ),
+    "another machine has applied: so does this one": (
+        FIRST_LATER,
+        "f b+=LOOK s=SEND  f b+=LOOK s=APPLY+SHARE",
+        {"in_round": 0, "in_flight": False, "trained": 2},
+    ),
+    "a machine that has nearly come to the point goes on to it": (
+        FIRST_LATER,
+        "b+=LOOK s=SEND  b=LOOK s b=LOOK s b+ s b+ s b s=APPLY+SHARE",
+        {"trained": 6},
+    ),
+    "what should be sent is exchanged at once, and a round begins": (
+        LATER,
+        "f b s^=SEND+SHARE  f b s=SEND",
+        {"in_round": 1, "in_flight": True},
+    ),
+    "a machine that comes goes on from where the others have sent": (
+        FIRST_LATER,
+        "NEW f b s=SEND",
+        {"joined": True, "in_round": 5, "in_flight": True},
+    ),
+    "machines that have only begun send later": (
+        Rules(4, delay=2),
+        "NEW f b s~=SEND  f b s=SEND",
+        {"joined": True, "in_round": 2},
+    ),
+    "a machine that is late goes on from where the others have sent again": (
+        Rules(4, delay=2),
+        "f b s  f b s=SEND  f b s  f b s^=APPLY  f b s  f b s=APPLY+SHARE",
+        {"in_round": 0, "in_flight": False},
+    ),
+    "and applies that before it leaves": (
+        Rules(4, delay=2),
+        "f b s  f b s=SEND  end^=APPLY+APPLY+EXCHANGE_ALL+SHARE",
+        {"in_round": 0, "in_flight": False},
+    ),
     # ---- failures ----
     "after an exchange that has failed the training goes on, and the next pass tries again": (
         Rules(2),

@@ -22,6 +22,7 @@ from commhooks.members.report import (
 )
 
 NAMES = "abcd"
+X: dict[str, Any] = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
 
 
 def report(name: str, **given: Any) -> Report:
@@ -84,9 +85,15 @@ def combinations(machines: int) -> Iterator[list[Report]]:
         ):
             step = PLACES[place]["step"]
             tried = {"attempt": f"X{step}", "attempt_with": ids, "complete": attempt == "complete"}
+            # not every combination, but each of two in many
+            waits = {"at_once": (number >> len(reports)) % 2 == 1}
             reports.append(
                 report(
-                    name, **PLACES[place] | TRAINED[trained] | (tried if attempt != "none" else {})
+                    name,
+                    **PLACES[place]
+                    | TRAINED[trained]
+                    | waits
+                    | (tried if attempt != "none" else {}),
                 )
             )
         yield reports
@@ -100,14 +107,9 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
             assert own in decision.machines and own.step == top
             for other in decision.machines:  # nobody waits for a partner that does not come
                 theirs = by_id[other.id][1]
-                same = (theirs.action, theirs.machines, theirs.name, theirs.reuse, theirs.step)
-                assert same == (
-                    decision.action,
-                    decision.machines,
-                    decision.name,
-                    decision.reuse,
-                    decision.step,
-                )
+                fields = ("action", "machines", "name", "reuse", "step", "at_once", "whole")
+                for name in fields:
+                    assert getattr(theirs, name) == getattr(decision, name)
                 assert (other.step, other.anchor) == (own.step, own.anchor)
             for other in decision.heals:
                 theirs = by_id[other.id][1]
@@ -126,6 +128,9 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
                 if other[0].id in own.attempt_with and other[0].step == own.step:
                     assert other[0].attempt == own.attempt and other[0].complete
                     assert other[1].action is QuorumAction.COMMIT
+                    assert other[1].participants == decision.participants
+            if decision.participants:  # they train on, and nobody waits for them
+                assert own.step == top and own in decision.participants
         settles = decision.action in (
             QuorumAction.COMMIT,
             QuorumAction.ABANDON,
@@ -254,6 +259,40 @@ def test_an_exchange_that_is_interrupted_anywhere_leaves_one_anchor_for_each_ste
                         second,
                         together,
                     )
+
+
+def test_an_exchange_in_flight_that_is_interrupted_anywhere_leaves_one_anchor_for_each_step() -> (
+    None
+):
+    """Three machines, whose parts may have arrived or not, meet when their exchange is due, some of
+    them never. The answer of the quorum reaches any of them, which act on it and train on; the
+    others ask again. All that then meet end with one anchor, which contains the exchange if it was
+    complete.
+    """
+    for complete in itertools.product((False, True), repeat=3):
+        start = [
+            report(name, complete=arrived, at_once=False, **X)
+            for name, arrived in zip("abc", complete, strict=True)
+        ]
+        for first, second in itertools.product(meetings(3), repeat=2):
+            for acting in [(), *meetings(3)]:
+                if not set(acting) <= set(first):
+                    continue
+                reports = list(start)
+                for number, meeting in enumerate((first, second, second, second, second, second)):
+                    there = [reports[place] for place in meeting]
+                    decisions = all_decide(*there)
+                    assert_compatible(there, decisions)
+                    for place, now in zip(meeting, _after_x(there, decisions), strict=True):
+                        if number or place in acting:
+                            reports[place] = now
+                        if not number and decisions[now.name].participants and place in acting:
+                            reports[place] = dataclasses.replace(now, steps=20)
+                together = [reports[place] for place in second]
+                case = complete, first, acting, second
+                assert len({(own.step, own.anchor) for own in together}) == 1, case
+                if all(complete):
+                    assert all("X" in _history(own) for own in together), case
 
 
 def _history(own: Report) -> str:
@@ -449,9 +488,6 @@ def test_a_quorum(reports: list[Report], expected: dict[str, str]) -> None:
             assert names(decisions[own.name].machines) == "".join(sorted(together))
 
 
-X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
-
-
 @pytest.mark.parametrize(
     "reports, expected",
     [
@@ -488,6 +524,45 @@ X = {"attempt": "X", "attempt_with": ("a:1", "b:1", "c:1")}
 )
 def test_an_undecided_exchange(reports: list[Report], expected: dict[str, str]) -> None:
     assert actions(*reports) == actions(*reversed(reports)) == expected
+
+
+@pytest.mark.parametrize(
+    ("reports", "at_once"),
+    [
+        ([report("a", at_once=False)], False),
+        ([report("a", at_once=False), report("b", at_once=False)], False),
+        ([report("a", at_once=False), report("b")], True),
+        ([report("a", at_once=False), new("c", at_once=False)], True),
+        ([report("a", at_once=False), report("b", at_once=False, again=True)], True),
+        ([report("a", at_once=False), report("b", left=True)], False),
+    ],
+    ids=["alone", "all train on", "b waits", "c comes", "b sends again", "b has left"],
+)
+def test_the_training_goes_on_during_an_exchange_if_no_machine_waits(
+    reports: list[Report], at_once: bool
+) -> None:
+    decisions = [decide(reports, own.id) for own in reports if own.joined and not own.left]
+    assert {decision.action for decision in decisions} == {QuorumAction.EXCHANGE}
+    assert {decision.at_once for decision in decisions} == {at_once}
+
+
+def test_all_weights_are_exchanged_when_a_machine_leaves_after_what_must_be_sent_again() -> None:
+    for reports, whole in (
+        ([report("a"), report("b", whole=True)], True),
+        ([report("a"), report("b")], False),
+        ([report("a", again=True), report("b", whole=True)], False),
+    ):
+        assert {decide(reports, own.id).whole for own in reports} == {whole}
+
+
+def test_machines_that_commit_train_on_unless_others_are_ahead() -> None:
+    """Those meet them again, and none waits for a machine that has begun a round."""
+    both = [report("a", complete=True, **X), report("b", complete=True, **X)]
+    for reports in (both, [*both, report("d", reads="a:1", step=4)], [*both, new("e")]):
+        assert names(decide(reports, "a:1").participants) == "ab"
+    ahead = [*both, report("c", step=6, anchor=60)]
+    assert actions(*ahead) == {"a": "COMMIT", "b": "COMMIT", "c": "ASK_AGAIN"}
+    assert not decide(ahead, "a:1").participants
 
 
 def test_connections_are_used_again_only_if_all_hold_them() -> None:
@@ -592,7 +667,7 @@ def test_a_machine_counts_with_its_work(
 ) -> None:
     """Equal machines count with exactly 1, and their number is exactly that of the machines."""
     machines = [
-        report(name, steps=steps, samples=samples)
+        report(name, steps=steps, done=steps, samples=samples)
         for name, (steps, samples) in zip("abc", works, strict=False)
     ]
     assert [share_of(own, machines) for own in machines] == pytest.approx(shares, rel=1e-15)
@@ -634,6 +709,7 @@ def test_a_report_is_read_as_it_was_written() -> None:
         {"signature": {"hook": 1}},
         {"signature": None},
         {"complete": 1},
+        {"at_once": 0},
         {"steps": True},
         {"samples": 0},
         {"attempt": None},

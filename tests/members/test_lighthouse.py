@@ -204,6 +204,38 @@ def test_a_machine_that_has_died_is_not_waited_for(machine: Callable[..., Simula
     assert time.monotonic() - began < 4.0 < DEAD_S
 
 
+@pytest.mark.parametrize("goes", ["leaves", "dies", "steps aside"])
+def test_the_first_machine_answers_for_the_absent_until_it_is_absent(
+    machine: Callable[..., Simulated], goes: str
+) -> None:
+    """So that an outer step is not slower because many machines have left before."""
+    a, b, c, d = map(machine, "abcd")
+    time.sleep(0.7)
+    together(a, b, c, d)
+    d.close()
+    together(a, b, c)
+    answered = []
+    for other in (a, b, c):
+        post = other.lighthouse._post
+        other.lighthouse._post = lambda name, other=other, post=post: (  # type: ignore[method-assign]
+            answered.append((other.id, name)),
+            post(name),
+        )
+    assert list(map(names, together(a, b, c))) == ["abcd!"] * 3
+    assert answered == [("a:1", "d:1")]
+    began = time.monotonic()
+    if goes == "steps aside":
+        a.lighthouse.step_aside()
+    elif goes == "leaves":
+        a.close()
+    else:
+        a.server.close()
+    for _ in range(3):
+        assert list(map(names, together(b, c))) == ["a!bcd!"] * 2
+    assert time.monotonic() - began < 4.0 < DEAD_S
+    assert ("c:1", "d:1") not in answered[-2:]
+
+
 def test_a_machine_that_was_declared_dead_wrongly_comes_back(
     machine: Callable[..., Simulated],
 ) -> None:
@@ -308,7 +340,7 @@ def connections(
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [
-        ({"id": "b:1", "failed": ["X"]}, "b has given up to connect"),
+        ({"id": "b:1", "failed": ["X"]}, "b has given up the exchange"),
         ({"id": "b:1", "number": 1}, "b has asked for the machines again"),
         ({"id": "c:1", "connecting": "X"}, "b at .* does not answer"),
         ({"id": "b:1", "connecting": "Y"}, "b did not come to connect"),

@@ -2,7 +2,6 @@
 everywhere.
 """
 
-import copy
 import functools
 import os
 import re
@@ -18,17 +17,13 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.engine.state import LearnedState
-from commhooks.local_steps.compressor import DiLoCoCompressor
-from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
 from tests.support.ddp_steps import process_group_of_one
+from tests.support.machine_oracle import EVERY, assert_equal_weights, compare_with_oracle
 from tests.support.machines import Machine, lighthouse
-from tests.support.member_job import hash_of, new_model, new_optimizer, shard_of, train_step
-from tests.support.simulation import SimulatedRanks
+from tests.support.member_job import new_model
 
 pytestmark = pytest.mark.timeout(120)
 JOB = Path(__file__).parents[1] / "support" / "member_job.py"
-EVERY = 2
 MACHINE = {"every": EVERY, "wire": "int4", "steps": 10_000}
 SHARDED = {"world": 2, "shards": 2, "width": 7, "out": 1}
 """A machine with a sharded model: the shards have different sizes, and some are empty."""
@@ -50,21 +45,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
         for each in started:
             each.signal(signal.SIGCONT)
             each.kill()
-
-
-def assert_equal_weights(*machines: Machine) -> None:
-    """All machines have the same weights after each outer step that they have taken together, rank
-    by rank.
-    """
-    compared = 0
-    for rank in machines[0].ranks:
-        rounds = [each.rounds_of(rank) for each in machines]
-        for step in set().union(*rounds):
-            there = [each[step] for each in rounds if step in each]
-            together = [line for line in there if line["names"] == there[0]["names"]]
-            assert len({(line["weights"], line["seen"]) for line in there}) == 1, there
-            compared += len(together) > 1
-    assert compared > 2
 
 
 @pytest.mark.parametrize(
@@ -101,146 +81,6 @@ def test_machines_come_and_go(
         EVERY
     }
     compare_with_oracle([a, *stay, c, d], **given)
-
-
-class _Simulated:
-    """A machine in the process of the test. `source`: the machine whose state it takes, with an
-    earlier state `moments` of its optimizer. `count`: its steps so far.
-    """
-
-    def __init__(
-        self,
-        oracle: "_Oracle",
-        name: str,
-        source: "_Simulated | None" = None,
-        moments: Any = None,
-        count: int = 0,
-    ) -> None:
-        self.name, self.count, self.model = name, count, oracle.new_model()
-        self.optimizer, self._ranks = new_optimizer(self.model), range(oracle.world)
-        self.states = []
-        for shard in range(oracle.shards):
-            state = LearnedState.of(oracle.new_compressor().state_fields)
-            if source is None:
-                state[ANCHOR.key].update(
-                    {n: p.detach().flatten().clone() for n, p in self.shard(oracle, shard).items()}
-                )
-            else:
-                for key in (ANCHOR.key, MOMENTUM.key):
-                    state[key].update(
-                        {n: each.clone() for n, each in source.states[shard][key].items()}
-                    )
-            self.states.append(state)
-        if source is not None:
-            self.model.load_state_dict(source.model.state_dict())
-            self.optimizer.load_state_dict(
-                copy.deepcopy(source.optimizer.state_dict() if moments is None else moments)
-            )
-
-    def shard(self, oracle: "_Oracle", shard: int) -> dict[str, torch.Tensor]:
-        return shard_of(dict(self.model.named_parameters()), shard, oracle.shards)
-
-    def train(self) -> None:
-        train_step(self.model, self.optimizer, self.name, self.count, self._ranks)
-        self.count += 1
-
-
-class _Oracle:
-    """Machines in the process of the test, with rounds of at most `every` steps."""
-
-    def __init__(
-        self,
-        first: str,
-        wire: str,
-        options: Any = None,
-        world: int = 1,
-        shards: int = 1,
-        every: int = EVERY,
-        **model: int,
-    ) -> None:
-        config = commhooks.DiLoCo(sync_every=every, wire=wire, **options or {})
-        self.new_compressor: Callable[[], Any] = lambda: DiLoCoCompressor(config)
-        self.new_model = functools.partial(new_model, 0, **model)
-        self.world, self.shards, self.every = world, shards, every
-        self.machines = {name: _Simulated(self, name) for name in first}
-        # the state of each optimizer after each outer step
-        self._moments: dict[tuple[str, int], Any] = {}
-
-    def outer_step(
-        self, step: int, names: list[str], counts: dict[str, int], took: dict[str, tuple[str, int]]
-    ) -> None:
-        """Train a round, and average. `counts`: the steps of machines after it. One that has made
-        fewer steps counts less. A machine that is new has none in this round, the weights from
-        before it, and the state of the optimizer that it `took`: of which machine, after which
-        outer step. A machine that has made none, and is not new, was not sure whether the outer
-        step before was taken.
-        """
-        source = self.machines[min(self.machines)]
-        new = {
-            name: _Simulated(
-                self, name, source, self._moments.get(took.get(name)), counts.get(name, 1)
-            )
-            for name in names
-            if name not in self.machines
-        }
-        self.machines = {
-            name: each for name, each in (self.machines | new).items() if name in names
-        }
-        steps = {
-            name: 0 if name in new else counts.get(name, machine.count + self.every) - machine.count
-            for name, machine in self.machines.items()
-        }
-        for name, machine in self.machines.items():
-            for _ in range(steps[name]):
-                machine.train()
-        for shard in range(self.shards):
-            self._average([self.machines[name] for name in names], shard, steps)
-        for name, machine in self.machines.items():
-            self._moments[name, step] = copy.deepcopy(machine.optimizer.state_dict())
-
-    @torch.no_grad()
-    def _average(self, machines: list[_Simulated], shard: int, steps: dict[str, int]) -> None:
-        parts = [dict(reversed(list(each.shard(self, shard).items()))) for each in machines]
-        ranks = SimulatedRanks(self.new_compressor, len(machines), parts[0])
-        ranks.states = [each.states[shard] for each in machines]
-        for work, each in zip(ranks._works, machines, strict=True):
-            work.weight = len(machines) * steps[each.name] / sum(steps.values())
-        flats = [torch.cat([part.flatten() for part in own.values()]) for own in parts]
-        assert ranks.step(flats)
-        for own, flat in zip(parts, flats, strict=True):
-            for part, new in zip(
-                own.values(), flat.split([part.numel() for part in own.values()]), strict=True
-            ):
-                part.copy_(new.view_as(part))
-
-
-def compare_with_oracle(
-    machines: list[Machine], wire: str, first: str = "a", enough: int = 21, **given: Any
-) -> None:
-    """Play the rounds of all machines in one process, and compare the weights after each outer
-    step, bit by bit. `first`: the names of the machines that begin together.
-    """
-    oracle, compared = _Oracle(first, wire, **given), 0
-    for step in sorted({step for each in machines for step in each.rounds}):
-        lines = {each.name: each.rounds[step] for each in machines if step in each.rounds}
-        if not any(line["part"] for line in lines.values()):
-            continue  # the beginning of the first machine
-        names = next(line["part"] for line in lines.values() if line["count"] > 1)
-        counts = {name: line["count"] for name, line in lines.items()}
-        took = {machine.name: machine.took_before(step) for machine in machines}
-        oracle.outer_step(step, names, counts, took)
-        for name, line in lines.items():
-            # A machine that has just come has the weights of the others.
-            each = oracle.machines.get(name) or next(iter(oracle.machines.values()))
-            assert line["count"] == each.count or name not in oracle.machines
-        for machine in machines:
-            for rank in machine.ranks:
-                if step in (rounds := machine.rounds_of(rank)):
-                    each = oracle.machines.get(machine.name) or next(iter(oracle.machines.values()))
-                    own = each.shard(oracle, rank % oracle.shards).values()
-                    assert rounds[step]["weights"] == hash_of(own), (step, machine.name, rank)
-                    compared += 1
-    assert compared >= enough
 
 
 @pytest.mark.parametrize("model", [{}, SHARDED], ids=["", "sharded"])
@@ -700,11 +540,20 @@ def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) 
         ("torch", "diloco", "members='torch'; expected 'torchft', commhooks.Torchft"),
         ("torchft", "int8_compress", "members with hook 'int8_compress', which averages gradients"),
         ("torchft", commhooks.DiLoCo(start_iter=5), "members with start_iter=5; expected 0"),
-        ("torchft", commhooks.DiLoCo(sync_every=4, delay=1), "members with delay=1; expected 0"),
         (
             commhooks.Torchft(lighthouse="http://host:x"),
             "diloco",
-            "the lighthouse http://host:x cannot be found: Port",
+            "the address of the lighthouse is 'http://host:x'; expected one with http:// and",
+        ),
+        (
+            commhooks.Torchft(lighthouse="10.0.0.5:29510"),
+            "diloco",
+            "the address of the lighthouse is '10.0.0.5:29510'; expected one with http:// and a",
+        ),
+        (
+            commhooks.Torchft(lighthouse="http://10.0.0.5"),
+            "diloco",
+            "the address of the lighthouse is 'http://10.0.0.5'; expected one with http:// and a",
         ),
         ("torchft", "diloco", "members without a lighthouse: set TORCHFT_LIGHTHOUSE="),
         (
@@ -712,7 +561,7 @@ def test_weights_that_are_not_finite(start: Callable[..., Machine], given: Any) 
             "diloco",
             (
                 "the lighthouse at http://127.0.0.1:1 did not answer within 0.5 s; start it by"
-                " `commhooks lighthouse`"
+                " `commhooks lighthouse`, or correct TORCHFT_LIGHTHOUSE (Connection refused (os"
             ),
         ),
     ],

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 
 from commhooks import HookRunError, Torchft
+from commhooks.local_steps.partner import Due
+from commhooks.local_steps.schedule import Exchanged, Rules
 from commhooks.members.client import Client
 from commhooks.members.history import History
 from commhooks.members.numbers import Numbers
@@ -23,6 +25,7 @@ OTHER = Report(
     anchor=7,
     joined=True,
     steps=20,
+    done=20,
     exchanged=True,
     servers=("10.0.0.2:1",),
 )
@@ -59,13 +62,14 @@ class Machine:
             history=History(lambda: 1.0),
             numbers=Numbers(),
             timeout_s=lambda: 1.0,
+            limit_s=lambda deadline: 1.0,
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)
         self.outer = mock.Mock(state=mock.MagicMock(step=5, nonfinite_steps=0))
+        self.outer.rules = Rules(sync_every=20)
         self.outer.commit_prepared.side_effect = self._commit
-        self.steps._outer, self.steps._common = self.outer, mock.Mock()
-        self.steps._common.digest.return_value = 7
+        self.steps.bind(self.outer, mock.Mock(**{"digest.return_value": 7}))
         self.steps.healing = mock.Mock(failed=0)
 
     def _confirm(self) -> None:
@@ -84,7 +88,8 @@ class Machine:
             return None if answer is None else [report, dataclasses.replace(OTHER, **answer)]
 
         with mock.patch.object(self.steps._quorums, "ask", quorum):
-            return self.steps.end_round(lambda: None, steps=20, limit_s=None)
+            due = Due(fragment=0, trained=20)
+            return self.steps.exchange(self.outer, due) == Exchanged(fragment=0)
 
 
 def test_a_settled_commit_is_an_outer_step() -> None:
@@ -110,6 +115,20 @@ def test_an_exchange_in_doubt_outlives_an_error() -> None:
     machine.answers = [{"step": 6}, {"step": 6, "steps": 0}]
     machine.end_round()
     assert machine.reports[2].attempt == machine.reports[1].attempt != "" and machine.committed == 1
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(3, (True, 3)), (0, (False, 2))])
+def test_what_is_exchanged_again(steps: int, expected: tuple[bool, int]) -> None:
+    """What was behind the training, and is abandoned when it is due. A machine that had just come
+    had nothing in it, and exchanges what it has trained since.
+    """
+    machine = Machine(failing=0)
+    attempts = machine.steps.attempts
+    attempts.begin(8)
+    attempts.current = mock.Mock(sent=[1], steps=steps, in_flight=False)
+    attempts.abandon()
+    reported = attempts.reported(Report(id="a:1", joined=True), trained=10)
+    assert (reported["again"], reported["steps"]) == expected
 
 
 def test_a_machine_whose_exchanges_fail_five_times_ends_with_an_error() -> None:

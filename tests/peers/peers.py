@@ -1,22 +1,26 @@
-"""Runs tests of installed packages with our hooks in place, each beside the same test without us.
+"""Runs tests of other projects with our hooks in place, each beside the same test without us.
 
-    # make test-peers ARGS="accelerate"; words of the cases' names
-    python tests/peers/peers.py [WORD ...]
+    # make test-peers ARGS="accelerate"; names of suites or cases
+    # make test-peers ARGS="lightning --source /path/to/pytorch-lightning"
+    python tests/peers/peers.py [NAME ...] [--source FOLDER ...]
 
 From Accelerate: scripts of `accelerate.test_utils.scripts`, on two CPU ranks. From torch: the DDP
 cases of `torch.testing._internal.distributed.distributed_test` that CPU ranks with gloo can run.
-Nothing of either is copied or changed. Ends with 1 if a case fails with a hook and passes without,
-unless EXPLAINED says why; or if no hook ran.
+Both are installed; the suites of `suites.py` need a checkout. Nothing of any is copied or changed.
+Ends with 1 if a case fails with a hook and passes without, unless EXPLAINED says why; or if no hook
+ran.
 """
 
+import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(HERE)]
 
 import clean_env  # noqa: E402
 from peer_hooks import CONFIGS, HOOK, RECORD  # noqa: E402
+from suites import EXPLAINED, SOURCE, SUITES, Suite  # noqa: E402
 
 SCRIPT_LIMIT_S = 240
 """Of one script of Accelerate: they take 10 to 60 s on a busy machine, and a rank that waits would
@@ -50,16 +55,8 @@ TORCH = (
     "test_grads_same_across_ranks_with_no_sync",
 )
 
-# Where a case fails with a hook and passes without, and why it must. docs/reliability.md has it for
-# readers. With torch 2.13.0 and Accelerate 1.15.0.
-_ROUNDED = ("test_script", "test_sync", *TORCH[:2], *TORCH[3:5])
-EXPLAINED = {
-    (case, "fp16_compress"): "float16 rounds, by more than the case allows" for case in _ROUNDED
-}
-EXPLAINED |= {
-    (case, "powerSGD"): "it expects the exact mean, and this hook approximates"
-    for case in TORCH[:2]
-}
+INSTALLED = {"accelerate": ACCELERATE, "torch": TORCH}
+ALL = (*INSTALLED, *SUITES)
 
 Outcome = tuple[str, str]
 """What became of a case: "passed", "failed", "skipped" or "timed out"; and the output."""
@@ -88,8 +85,55 @@ def run(cases: Sequence[str], hook: str) -> tuple[dict[str, Outcome], int]:
         return outcomes, sum(map(int, record.read_text().split())) if record.exists() else 0
 
 
-def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[int | None, str]:
-    """The exit status of Python with these arguments (None: it took too long), and its output."""
+def run_suite(
+    suite: Suite, names: Sequence[str], source: Path, hook: str
+) -> tuple[dict[str, Outcome], int]:
+    """Run the cases of a suite with one of the `names` (all if there are none) on two ranks. Return
+    what `run` does.
+    """
+    pytest = ["-m", "pytest", "-rA", "--noconftest", "-p", "no:cacheprovider", "-c", os.devnull]
+    pytest += ["--tb=short", "-k", " or ".join(names)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    file = f"{HERE}/{suite.module}.py"
+    more = {SOURCE: str(source)}
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        listed = _run([*pytest, "--collect-only", "-q", file], folder, hook, SCRIPT_LIMIT_S, more)[
+            1
+        ]
+        cases = re.findall(rf"{suite.module}\.py::(\S+)", listed)
+        for chosen in [[case] for case in cases] if suite.apart else [cases]:
+            command = [*torchrun, *pytest, *(f"{file}::{case}" for case in chosen)]
+            limit_s = SCRIPT_LIMIT_S + CASE_LIMIT_S * len(chosen)
+            status, output = _run(command, folder, hook, limit_s, more)
+            for case in chosen:
+                outcomes[case] = outcome_of(case, output, status is None), output
+        record = Path(folder, "record")
+        return outcomes, sum(map(int, record.read_text().split())) if record.exists() else 0
+
+
+def outcome_of(case: str, output: str, timed_out: bool) -> str:
+    """Return the worst outcome of a case on any rank, which pytest -rA prints."""
+    # pytest 9 counts a case as passed if only some of its `subTest` have failed.
+    of_case = rf"^(PASSED|FAILED|SUBFAILED|ERROR)\b.*{re.escape(case)}(?=\s|$)"
+    words = set(re.findall(of_case, output, re.M))
+    if words - {"PASSED"}:
+        return "failed"
+    if "PASSED" in words:
+        return "passed"
+    return "timed out" if timed_out else "skipped" if "SKIPPED" in output else "failed"
+
+
+def _run(
+    command: list[str],
+    folder: str,
+    hook: str,
+    limit_s: float,
+    more: Mapping[str, str] | None = None,
+) -> tuple[int | None, str]:
+    """The exit status of Python with these arguments (None: it took too long), and its output.
+    `more`: environment variables.
+    """
     environment = clean_env.cleaned(os.environ, folder) | {
         HOOK: hook,
         RECORD: f"{folder}/record",
@@ -99,6 +143,7 @@ def _run(command: list[str], folder: str, hook: str, limit_s: float) -> tuple[in
         "WORLD_SIZE": "2",
         "TEMP_DIR": folder,
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(CASE_LIMIT_S),
+        **(more or {}),
     }
     status = None
     words = [sys.executable, *command]
@@ -146,22 +191,55 @@ def compare(outcomes: dict[str, tuple[dict[str, Outcome], int]], console: Consol
     return problems
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of suites ({', '.join(ALL)}) or of cases"
+    )
+    parser.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="a checkout of a peer's repository; which one, is found out",
+    )
+    options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    kinds = {"accelerate": ACCELERATE, "torch": TORCH}
-    cases = [
-        case
-        for kind in kinds
-        for case in kinds[kind]
-        if not words or not {kind, case}.isdisjoint(words)
-    ]
-    if not cases:
-        print(f"no case is named {' or '.join(words)}: {', '.join((*kinds, *ACCELERATE, *TORCH))}")
-        return 2
-    problems = compare({hook: run(cases, hook) for hook in ("", *CONFIGS)}, console)
+    suites = [name for name in options.names if name in ALL]
+    cases = [name for name in options.names if name not in ALL]
+    problems = []
+    ran = False
+    for name in suites or ALL:
+        outcomes = _outcomes(name, cases, options.source, console, wanted=bool(suites))
+        if any(expected for expected, _ in outcomes.values()):
+            ran = True
+            problems += compare(outcomes, console)
     for problem in problems:
         console.print(f"WRONG: {problem}", markup=False)
+    if not ran:
+        print(f"nothing ran. Suites: {', '.join(ALL)}; cases: {', '.join(ACCELERATE + TORCH)}")
+        return 2
     return 1 if problems else 0
+
+
+def _outcomes(
+    name: str, cases: Sequence[str], sources: Sequence[Path], console: Console, *, wanted: bool
+) -> dict[str, tuple[dict[str, Outcome], int]]:
+    """Run the `cases` of a suite (all if there are none) without us, and with every hook."""
+    if name in INSTALLED:
+        chosen = [case for case in INSTALLED[name] if not cases or case in cases]
+        return {hook: run(chosen, hook) for hook in ("", *CONFIGS)} if chosen else {}
+    suite = SUITES[name]
+    source = next((folder for folder in sources if suite.is_in(folder)), None)
+    if source is None:
+        if wanted:
+            console.print(f"{name} needs a checkout of {suite.repository}: --source FOLDER")
+        return {}
+    hooks = ("", *suite.hooks)
+    return {hook: run_suite(suite, cases, source.absolute(), hook) for hook in hooks}
 
 
 if __name__ == "__main__":

@@ -49,7 +49,41 @@ def test_what_passes_only_without_us_is_wrong(
 
 def test_explanations_are_of_cases_that_run_and_are_in_the_documentation() -> None:
     page = Path(peers.ROOT, "docs", "reliability.md").read_text()
+    of_suites = {hook for suite in peers.SUITES.values() for hook in suite.hooks}
     for case, hook in peers.EXPLAINED:
-        assert case in peers.ACCELERATE + peers.TORCH and hook in CONFIGS and f"`{case}`" in page
+        installed = case in peers.ACCELERATE + peers.TORCH and hook in CONFIGS
+        assert installed or hook in of_suites
+        assert f"`{case.partition('[')[0].rpartition('::')[2]}`" in page
     for hook, number in Counter(hook for _, hook in peers.EXPLAINED).items():
         assert f"`{hook}` ({number})" in page
+
+
+@pytest.mark.parametrize(
+    ("output", "late", "outcome"),
+    [
+        ("PASSED a_peer.py::test_x[1]\nPASSED a_peer.py::test_x[1]", False, "passed"),
+        ("PASSED a_peer.py::test_x[1]\nFAILED a_peer.py::test_x[1] - assert", False, "failed"),
+        ("ERROR a_peer.py::test_x[1]\nPASSED a_peer.py::test_x[1]", True, "failed"),
+        ("SUBFAILED(a=1) a_peer.py::test_x[1] - a\nPASSED a_peer.py::test_x[1]", False, "failed"),
+        ("PASSED a_peer.py::test_x[10]", True, "timed out"),
+        ("SKIPPED [1] a_peer.py:7: no GPU", False, "skipped"),
+        ("ImportError", False, "failed"),
+    ],
+)
+def test_the_worst_outcome_of_a_case_on_any_rank_counts(
+    output: str, late: bool, outcome: str
+) -> None:
+    assert peers.outcome_of("test_x[1]", output, late) == outcome
+
+
+def test_a_suite_that_needs_a_checkout_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert peers.main(["torchft", "--source", str(tmp_path)]) == 2
+    assert "torchft needs a checkout of meta-pytorch/torchft" in capsys.readouterr().out
+    for name, suite in peers.SUITES.items():
+        assert (Path(peers.HERE) / f"{suite.module}.py").is_file(), name
+    fixture = tmp_path / peers.SUITES["torchft"].files[0]
+    fixture.parent.mkdir()
+    fixture.touch()
+    assert not peers.SUITES["torchft"].is_in(tmp_path)

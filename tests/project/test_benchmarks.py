@@ -40,9 +40,12 @@ ALONE = {
     "memory": "",
     "shards_loss": "",
     "size": "--hooks powerSGD",
+    "step_cost": "",
+    "unequal": "",
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
+    "peers": "",
     "time_to_loss": "--plot figures.png",
 }
 needs_tun = pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TUN")

@@ -13,8 +13,8 @@ left.
 
     ... chaos --seed 7 --results seed-7.jsonl --seconds 240
 
-`--topologies members`: 20 trainings with live membership, in which machines die and come back; see
-chaos_members.py.
+`--topologies members`: 20 trainings with live membership, in which machines die and come back; with
+`--busy 20` nobody dies, among so many busy processes. See chaos_members.py.
 """
 
 import argparse
@@ -168,12 +168,17 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, help="a line per run is added; runs that are in it are not repeated"
     )
+    parser.add_argument(
+        "--busy", type=int, metavar="N", help="of members: N busy processes instead of deaths"
+    )
     args = parser.parse_args()
     seed = random.randrange(10**6) if args.seed is None else args.seed
     console = Console(width=150, highlight=False)
     if "members" in args.topologies:
         if args.topologies != ["members"]:
             parser.error("--topologies members goes alone")
+        if args.busy is not None:
+            return chaos_members.among_busy_processes(args.busy, console)
         return 1 if chaos_members.campaign(args.runs or 20, seed, console) else 0
     if not combinations(args.fronts, args.topologies, args.hooks):
         parser.error("none of these combinations exists; see left_out in chaos_cases.py")

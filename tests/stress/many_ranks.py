@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from commhooks.comm import collectives
 from tests.support.ddp_steps import mean_over_ranks, relative
+from tests.support.dispatched import Dispatched
 from tests.support.kinds import AUTO, KINDS
 from tests.support.machines import Machine, lighthouse
 from tests.support.sharded import attached, backward, random_gradients
@@ -168,39 +171,67 @@ def test_eight_machines_train_and_one_is_killed(tmp_path: Path) -> None:
 
 
 def cost(hook: str, options: dict[str, Any] | None) -> dict[str, float]:
-    """Measure what could grow with the ranks."""
-    began = time.perf_counter()
-    run = Run.new(hook=hook, hook_options=options)
-    attached_s = time.perf_counter() - began
-    run.train(4)
+    """Measure what could grow with the ranks: from `attach` to the end of the fourth step."""
+    process = psutil.Process()
+    tables: list[int] = []
+    gather = collectives._gather_equal
+
+    def gathered(row: torch.Tensor, rows: torch.Tensor, *more: Any, **options: Any) -> Any:
+        tables.append(rows.nbytes)
+        return gather(row, rows, *more, **options)
+
+    with (
+        mock.patch.object(collectives, "_gather_equal", gathered),
+        mock.patch.object(collectives, "gather_bytes", wraps=collectives.gather_bytes) as texts,
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as groups,
+    ):
+        before = process.memory_full_info().uss
+        began = time.perf_counter()
+        run = Run.new(hook=hook, hook_options=options)
+        attached_s = time.perf_counter() - began
+        run.train(3)
+        with Dispatched() as fourth:
+            run.train(1)
+        memory = process.memory_full_info().uss - before
     stats = run.hook.stats()
     return {
         "attach ms": round(1000 * attached_s),
-        "threads": psutil.Process().num_threads(),
+        "threads": process.num_threads(),
+        "memory kB": round(memory / 1000),
         "handshakes": stats["handshakes"],
+        "texts": texts.call_count,
+        "tables": len(tables),
+        "bytes of tables": sum(tables),
+        "groups": groups.call_count,
+        "operators": fourth.operators.total(),
         "collectives": stats["collectives_last_pass"],
         "bytes": stats["bytes_sent_last_pass"],
     }
 
 
 @pytest.mark.parametrize(
-    ("hook", "options"),
+    ("hook", "options", "operators"),
     [
-        ("allreduce", None),
-        ("fp16", None),
-        ("int8", {"start_iter": 1}),
-        ("int4", {"start_iter": 1}),
-        ("powerSGD", {"start_powerSGD_iter": 1}),
-        ("diloco", {"sync_every": 2}),
+        ("allreduce", None, 0),
+        ("fp16", None, 0),
+        # For each bucket and other rank: send, receive, add what it has sent.
+        ("int8", {"start_iter": 1}, 20),
+        ("int4", {"start_iter": 1}, 20),
+        ("powerSGD", {"start_powerSGD_iter": 1}, 0),
+        ("diloco", {"sync_every": 2}, 7),
     ],
 )
-def test_messages_and_handshakes_do_not_grow_with_the_ranks(
-    run_ranks: Any, hook: str, options: dict[str, Any] | None
+def test_what_a_rank_does_does_not_grow_with_the_ranks(
+    run_ranks: Any, hook: str, options: dict[str, Any] | None, operators: int
 ) -> None:
+    """`operators`: what a further rank may cost."""
     GROWTH[hook] = {
         ranks: run_ranks(cost, hook, options, world_size=ranks, timeout_s=300)[0]
         for ranks in (2, 8, 32)
     }
     few, _, many = GROWTH[hook].values()
-    assert many["handshakes"] == few["handshakes"]
-    assert many["collectives"] == few["collectives"]
+    for what in ("handshakes", "texts", "tables", "groups", "collectives"):
+        assert many[what] == few[what], what
+    assert many["operators"] <= few["operators"] + 30 * operators
+    # A row for each rank, and nothing else.
+    assert many["bytes of tables"] <= 16 * few["bytes of tables"]

@@ -58,7 +58,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 BASE_LIMIT_S = 600  # for tests of the code as it is
 WIDER = " ".join(
     f"tests/{folder}"
-    for folder in ("engine", "checkpoint", "compressors", "hook", "ddp_comm_hooks", "gradients")
+    for folder in (
+        "engine",
+        "checkpoint",
+        "compressors",
+        "hook",
+        "ddp_comm_hooks",
+        "gradients",
+        "sharded",
+    )
 )
 WIDER_LIMIT_S = 1200
 CACHE, CACHE_BEFORE = Path(".cache"), Path(".cache-before")

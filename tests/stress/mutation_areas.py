@@ -59,6 +59,7 @@ FOLDERS = {
     "quantized": "commhooks/compressors/quantized",
     "powersgd": "commhooks/compressors/powersgd",
     "local_steps": "commhooks/local_steps",
+    "sharded": "commhooks/sharded",
 }
 """The folder of each area."""
 
@@ -197,6 +198,26 @@ AREAS = {
                 "local_steps/test_mishaps",
                 "local_steps/test_local_nodes",
                 "local_steps/test_fully_shard_rounds",
+            ),
+        ),
+    ],
+    "sharded": [
+        Part(
+            "codec blocks parts layout memory routes",
+            (
+                "sharded/test_shards_codec",
+                "sharded/test_shards_modes",
+                "sharded/test_shards",
+            ),
+        ),
+        Part("options", ("sharded/test_shards_refusals", "sharded/test_shards_modes")),
+        Part(
+            "*",
+            (
+                "sharded/test_shards_modes",
+                "sharded/test_shards_refusals",
+                "sharded/test_shards_streams",
+                "sharded/test_shards",
             ),
         ),
     ],

@@ -130,8 +130,11 @@ def test_other_weights_are_a_failure() -> None:
 
 
 def test_failures_of_machines_that_come_and_go_are_named() -> None:
-    def machine(weights: str, steps: tuple[int, ...] = (1, 2), names: str = "ab") -> Any:
-        rounds = {step: {"weights": f"{weights} {step}", "names": list(names)} for step in steps}
+    def machine(
+        weights: str, taken: tuple[int, ...] = (1, 2), names: str = "ab", **more: Any
+    ) -> Any:
+        line = {"names": list(names), "progress": 9, "steps": 50, "share": 0.5} | more
+        rounds = {step: {"weights": f"{weights} {step}"} | line for step in taken}
         return SimpleNamespace(
             lines=[{"what": "end", "step": 2, "loss": 0.5, "weights": weights}], rounds=rounds
         )
@@ -142,10 +145,31 @@ def test_failures_of_machines_that_come_and_go_are_named() -> None:
             [machine("x"), machine("y")],
             "other weights on other machines after the outer steps [1, 2]",
         ),
+        (
+            [machine("x"), machine("x", progress=8)],
+            "other progress on other machines after the outer steps [1, 2]",
+        ),
+        ([machine("x", share=0.8), machine("x", steps=10, share=0.16)], None),
+        ([machine("x"), machine("x", steps=None, share=0.0)], None),
+        (
+            [machine("x"), machine("x", steps=10)],
+            "steps were not counted in the outer steps [1, 2]",
+        ),
+        ([machine("x"), machine("x"), machine("x")], "steps were not counted in the outer steps"),
         ([machine("x", (1,))], "nobody took the outer steps [2]"),
         ([machine("x", names="a")], "no two machines trained together"),
         ([], "no machine came to the end"),
     ):
         failures: list[str] = []
-        chaos_members._result(machines, 2 * chaos_members.EVERY, failures)
+        chaos_members._result(machines, 2, failures)
         assert any(failure.startswith(text) for failure in failures) if text else failures == []
+
+
+def test_a_machine_that_others_did_without_is_seen() -> None:
+    """Though it was alive: `--busy`."""
+    rounds = {}
+    for step, names in enumerate(("a", "abc", "abc", "ac", "abc"), 1):
+        line = {"weights": f"{step}", "progress": 9, "steps": None, "names": list(names)}
+        rounds[step] = line | {"share": 0.0}
+    machine: Any = SimpleNamespace(lines=[], rounds=rounds)
+    assert chaos_members._result([machine], 5, [])["apart"] == [4]

@@ -51,6 +51,7 @@ FIRST = {
     "gradients/precision.py": "saves and mean",
     "local_steps/exchange.py": "diloco",
     "local_steps/fragments.py": "diloco",
+    "local_steps/outer_state.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",
     "sharded/memory.py": "streams",
@@ -80,8 +81,8 @@ EXPLAINED = {
         "self.held.settle()",
     ): "machines that come and go are not simulated",
     (
-        "local_steps/fragments.py",
-        "exchange",
+        "local_steps/outer_state.py",
+        "as_behind",
         "wait_for_background(device)",
     ): "the host has waited for the outcome",
     (

@@ -158,6 +158,36 @@ class Machine:
     def rounds_of(self, rank: int) -> dict[int, dict[str, Any]]:
         return {line["step"]: line for line in list(self.lines) if _is_round_of(line, rank)}
 
+    def sent_in(self, step: int) -> int | None:
+        """Return after how many steps it has sent what is in outer step `step`; None if it has not
+        told.
+        """
+        if step in self.rounds:
+            return int(self.rounds[step]["sent"])
+        for line in list(self.lines):
+            if line["what"] == "sent" and line["step"] == step - 1:
+                return int(line["count"])
+            if line["what"] == "end" and line["step"] == step and line["sent"]:
+                return int(line["trained"])
+        return None
+
+    def kept_in(self, step: int) -> bool:
+        """Return whether outer step `step` was behind its training."""
+        if step in self.rounds:
+            return bool(self.rounds[step]["kept"])
+        return any(line["what"] == "sent" and line["step"] == step - 1 for line in list(self.lines))
+
+    def count_in(self, step: int) -> int | None:
+        """Return its number of steps at the commit of outer step `step`; None if it has not
+        told.
+        """
+        if step in self.rounds:
+            return int(self.rounds[step]["count"])
+        for line in list(self.lines):
+            if line["what"] == "end" and line["step"] >= step and line["sent"]:
+                return int(line["count"])
+        return None
+
     def took_before(self, step: int) -> tuple[str, int]:
         """Return whose state it has taken last before the line of outer step `step`, after which
         outer step; ("", 0) if none.

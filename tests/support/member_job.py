@@ -1,14 +1,18 @@
 """A training on one of several machines that come and go: `python member_job.py JSON`, run by
 test_members.py.
 
-Prints a line of JSON at the start of each round. `fault`: what happens on the last rank at which
+Prints a line of JSON at the start of each round, and with a `delay` when an exchange has begun
+behind the training. `fault`: what happens on the last rank at which
 exchange or confirmation. "listed": the process dies before it connects; "before": before the
 exchange; "exchanged": after it; "agreed": before the confirmation. "unconnected", "refused",
 "unshared": connecting, the exchange, or sharing buffers seems to fail, as if the connection had
 been lost; "blocked": connecting with others always fails; "unsure": the confirmation seems to fail,
 though it has ended everywhere. "asked": the process dies while another machine takes its state.
+Of an exchange behind the training: "unsent": the process dies before it begins; "arrived": some
+time after everything of three machines has arrived; "unarrived": it seems to fail.
 `nan`: after how many steps a moment of the last shard is not finite. `save`: it saves NAME in the
-folder when it has taken `rounds` outer steps; `load`: it begins from the file of this machine.
+folder when it has taken `rounds` outer steps; `stop_in_flight`: it ends while the exchange after
+so many is in flight; `load`: it begins from the file of this machine.
 `shards`: the model is sharded by fully_shard over so many of the `world` ranks; `columns`: its
 first weight by columns. `shift`: is added to a weight of the last shard.
 """
@@ -36,6 +40,7 @@ from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
 from commhooks.local_steps.fragments import OuterSteps
+from commhooks.members.attempts import Attempts
 from commhooks.members.peers import Connections
 from commhooks.members.registered import Registered
 from commhooks.members.state_server import StateServer
@@ -221,9 +226,15 @@ def main(settings: dict) -> None:
             said("loaded", state=state(hook.state_dict("mean")))
         count = 0
         before = None
+        flying = None
+        told = 0
+        commits = commits_from_now_on()
+        attempts = hook._hook.driver.partner.attempts
+        anchor = hook._hook.driver.outer.state["anchor"]
         while (
             count < settings["steps"]
             and hook.stats()["step"] < settings.get("rounds", 10**9)
+            and not (attempts.current and hook.stats()["step"] == settings.get("stop_in_flight"))
             and not stops()
         ):
             # machines differ, and have that of the first after an outer step
@@ -238,11 +249,24 @@ def main(settings: dict) -> None:
             count += 1
             stats = hook.stats()
             now = stats["step"], stats["step_in_round"] == 0
-            if now != before and now[1]:
-                part = [machine.name for machine in hook._hook.driver.partner.exchanged_with]
+            if attempts.current is not flying:
+                flying = attempts.current
+                if flying is not None:
+                    part = [machine.name for machine in flying.decision.machines]
+                    said("sent", step=stats["step"], count=count, part=part)
+                    if settings.get("fault", [""])[0] == "arrived" and len(part) == 3:
+                        flying._exchange.finite()
+                        time.sleep(0.5)
+                        os.kill(os.getpid(), signal.SIGKILL)
+            if now != before and (now[1] or len(commits) > told):
+                told = len(commits)
+                commit = commits[-1] if commits else {"part": [], "kept": False}
                 more = {
+                    "anchor": hash_of(anchor[name] for name in sorted(anchor)),
+                    "sent": attempts.trained,
+                    "whole": attempts.whole,
                     "names": hook.members.names,
-                    "part": part,
+                    **commit,
                     "rank": hook.members.rank,
                     "position": position[0],
                 }
@@ -274,7 +298,14 @@ def main(settings: dict) -> None:
                 }
                 torch.save(content, f"{settings['folder']}/{name}.pt")
         sent = hook.members.leave(settings.get("wait_s", 0.0))
-        said("end", count=count, sent=sent, weights=weights_of(module), step=hook.stats()["step"])
+        said(
+            "end",
+            count=count,
+            sent=sent,
+            trained=attempts.trained,
+            weights=weights_of(module),
+            step=hook.stats()["step"],
+        )
     except commhooks.CommHookError as error:
         print(
             json.dumps(
@@ -291,6 +322,23 @@ def sharded_content(
     return {"model": weights, "optimizer": moments, "hook": hook}
 
 
+def commits_from_now_on() -> list[dict[str, Any]]:
+    """Of each exchange that this machine commits from now on: the names of its machines, and
+    whether it was behind the training.
+    """
+    commit = Attempts.commit
+    commits: list[dict[str, Any]] = []
+
+    def new_commit(attempts: Attempts) -> None:
+        assert attempts.current is not None
+        part = [machine.name for machine in attempts.current.decision.machines]
+        commits.append({"part": part, "kept": bool(attempts.current.sent)})
+        commit(attempts)
+
+    Attempts.commit = new_commit
+    return commits
+
+
 def inject(what: str, number: int) -> None:
     prepare = OuterSteps.prepare
     finite = OuterExchange.finite
@@ -301,6 +349,8 @@ def inject(what: str, number: int) -> None:
     connect = Connections.connect
     connecting = [0]
     share = CommonState.share
+    begin_behind = OuterExchange.begin_behind
+    flying = [0]
 
     def new_prepare(outer: OuterSteps, *given: Any, **options: Any) -> OuterExchange:
         exchanged[0] += 1
@@ -310,6 +360,9 @@ def inject(what: str, number: int) -> None:
 
     def new_finite(exchange: OuterExchange) -> torch.Tensor:
         good = finite(exchange)
+        if what == "unarrived" and flying[0] == number and exchange.sent:
+            flying[0] += 1
+            raise RuntimeError("the connection was lost (a test)")
         if exchanged[0] == number and what == "exchanged":
             os.kill(os.getpid(), signal.SIGKILL)
         if exchanged[0] == number and what == "refused":
@@ -349,6 +402,13 @@ def inject(what: str, number: int) -> None:
             raise RuntimeError("the connection was lost (a test)")
         return shared
 
+    def new_begin_behind(exchange: OuterExchange, *given: Any) -> None:
+        flying[0] += 1
+        if what == "unsent" and flying[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin_behind(exchange, *given)
+
+    OuterExchange.begin_behind = new_begin_behind
     OuterSteps.prepare = new_prepare
     OuterExchange.finite = new_finite
     Connections.confirm = new_confirm

@@ -381,6 +381,24 @@ def test_other_errors_of_the_script_pass_through(folder: Path) -> None:
         call("script_of_this_test:build")
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("lighthouse --wait-s -1", "--wait-s -1; expected seconds, more than 0"),
+        ("lighthouse --heartbeat-timeout-s nan", "--heartbeat-timeout-s nan; expected seconds"),
+        ("machines --once", "no lighthouse: give --lighthouse http://host:29510, or set TORCHFT_"),
+        ("machines --once --lighthouse 10.0.0.5", "'10.0.0.5'; expected one with http:// and a"),
+        ("machines --once --lighthouse http://127.0.0.1:1", "not answer: [Errno 111] Connection"),
+    ],
+)
+def test_what_members_need_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, sentence: str
+) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    assert main(words.split()) == 1
+    assert sentence in capsys.readouterr().err
+
+
 def test_lighthouse_prints_its_address_and_ends_with_ctrl_c() -> None:
     command = [warm.python("torchft.coordination"), "-m", "commhooks", "lighthouse", "--port", "0"]
     with subprocess.Popen(

@@ -16,21 +16,25 @@ import commhooks
 from commhooks.tools import network
 from commhooks.tools.cli import main
 from commhooks.tools.network import (
-    CANDIDATES,
     MOST,
-    Cluster,
     Interface,
     Link,
     NetworkReport,
     Pair,
     busiest,
     cluster_of,
-    exchanges,
     measure,
     measure_link,
     pairs_to_measure,
     parsed_size,
     sent_bytes,
+)
+from commhooks.tools.step_cost import (
+    CANDIDATES,
+    Cluster,
+    Collectives,
+    exchanges,
+    sharded_exchanges,
     transformer,
 )
 
@@ -56,7 +60,8 @@ def test_all_ranks_get_the_same_report(run_ranks: Any) -> None:
         and 0 < report["link"]["latency_ms"] / 1000 < report["took_s"]
     )
     assert report["advice"] and report["advice"][-1] in " ".join(text.split())
-    for name in ("plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"):
+    rows = ["plain DDP", "bf16", "int8", "powerSGD rank 4", "diloco, every 30 steps", "1 - 2"]
+    for name in [*rows, "fully_shard", 'shards="int8"']:
         assert name in text
     for same, _ in reports[1:]:
         same["took_s"] = report["took_s"]
@@ -118,11 +123,10 @@ def test_bytes_and_messages_are_those_counted_by_hand() -> None:
     """Of docs/commands.md."""
 
     def seconds(
-        nodes: int, counted: float, ops: Any, together: int, backend: Any, latency: float = 0.0
+        nodes: int, counted: float, kinds: Any, together: int, backend: Any, latency: float = 0.0
     ) -> float:
-        return Cluster(nodes, together, 1e9, 9e9, latency, backend).seconds(
-            counted, ops, 3, together
-        )
+        cluster = Cluster(nodes, together, 1e9, 9e9, latency, backend)
+        return cluster.seconds(Collectives(counted, kinds, 3), together)
 
     assert seconds(2, 100e6, ("sum",), 1, "nccl") == pytest.approx(0.8)
     assert seconds(4, 100e6, ("sum",), 1, "nccl") == pytest.approx(1.2)
@@ -178,6 +182,51 @@ def test_predictions_follow_from_link_and_cluster() -> None:
     )
 
 
+def test_a_sharded_step_gathers_twice_and_scatters_once() -> None:
+    """By hand: N nodes of L ranks at 1 Gbit/s, whole models of 4 bytes per parameter."""
+    numel = sum(parameter.numel() for parameter in transformer(1e8).values())
+    units = len(transformer(1e8)) / 5
+
+    def predicted(nodes: int, together: int, backend: Any, gathers: float = 2) -> dict[str, Any]:
+        cluster = Cluster(nodes, together, 1e9, 9e9, 1e-3, backend)
+        made = sharded_exchanges(1e8, cluster, gathers)
+        assert [e.between_nodes for e in made] == [False, together > 1, together > 1]
+        return {e.candidate.label: e for e in made}
+
+    for nodes, together in ((2, 1), (4, 8)):
+        ring = (nodes * together - 1) / (nodes * together)
+        nccl, gloo = (predicted(nodes, together, backend) for backend in ("nccl", "gloo"))
+        plain = nccl["fully_shard"]
+        assert plain.bytes_leaving == pytest.approx(3 * ring * 4 * numel)
+        latencies = 3 * units * (nodes * together - 1) * 1e-3
+        assert plain.seconds == pytest.approx(8 * plain.bytes_leaving / 1e9 + latencies)
+        # its reduce-scatter on gloo is an all-reduce
+        assert gloo["fully_shard"].bytes_leaving == pytest.approx(4 * ring * 4 * numel)
+        once = predicted(nodes, together, "nccl", gathers=1)
+        assert once["fully_shard"].bytes_leaving == pytest.approx(2 * ring * 4 * numel)
+        for of_backend in (nccl, gloo):  # each number crosses between two nodes once
+            int8 = of_backend['shards="int8"']
+            sent = 3 * (nodes - 1) / nodes * (1 + 4 / 128) * numel
+            assert int8.bytes_leaving == pytest.approx(sent)
+            inside = (together - 1) / together * (2 * (1 + 4 / 128) + 4) * numel
+            latencies = 3 * units * (nodes - 1) * 1e-3
+            assert int8.seconds == pytest.approx(8 * sent / 1e9 + 8 * inside / 9e9 + latencies)
+
+
+def test_the_codec_takes_time_and_less_between_nodes() -> None:
+    fast, slow = (Cluster(2, 4, 1e9, 9e9, 0.0, "nccl", memory=m) for m in (math.inf, 1e9))
+    numel = sum(parameter.numel() for parameter in transformer(1e8).values())
+    for at_once, later in zip(exchanges(1e8, fast), exchanges(1e8, slow), strict=True):
+        passes = later.candidate.passes / later.candidate.options.get("sync_every", 1)
+        passes /= 4 if later.between_nodes else 1  # a quarter of the gradients on each rank
+        assert at_once.codec_s == 0 and later.codec_s == pytest.approx(4 * passes * numel / 1e9)
+        assert later.seconds >= at_once.seconds
+    for at_once, later in zip(
+        sharded_exchanges(1e8, fast), sharded_exchanges(1e8, slow), strict=True
+    ):
+        assert later.seconds == pytest.approx(at_once.seconds + later.codec_s)
+
+
 def _report(**changes: Any) -> NetworkReport:
     link = Link(1000.0, 0.1)
     pairs = [
@@ -199,7 +248,8 @@ def _report(**changes: Any) -> NetworkReport:
         "link": link,
     }
     return NetworkReport(
-        **{**as_usual, "exchanges": exchanges_of, "step_ms": None, "took_s": 1.0} | changes
+        **{**as_usual, "exchanges": exchanges_of, "sharded": {}, "step_ms": None, "took_s": 1.0}
+        | changes
     )
 
 
@@ -266,7 +316,7 @@ def test_of_hooks_that_nearly_fit_the_least_lossy_is_advised() -> None:
         size: exchanges(numel, cluster)
         for size, numel in (("350k", 3.5e5), ("124M", 1.24e8), ("1.5B", 1.5e9))
     }
-    powersgd = exchanges_of["124M"][3]
+    powersgd = exchanges_of["124M"][4]
     assert powersgd.candidate.label == "powerSGD rank 4" and 0.030 < powersgd.seconds < 0.040
     small, middle, large = _report(exchanges=exchanges_of, step_ms=300.0).advice()
     assert small.startswith("350k parameters: ") and small.endswith(
@@ -306,8 +356,9 @@ def test_one_line_says_what_cannot_be_measured(
 
 def _command() -> str:
     def measured(
-        group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float
+        group: dist.ProcessGroup, sizes: dict[str, float], step_ms: float, gathers: int
     ) -> NetworkReport:
+        assert gathers == 2
         cluster = cluster_of([[0, 1]], Link(1000.0, 0.1), 1000.0, "gloo")
         return _report(
             step_ms=step_ms,

@@ -42,18 +42,19 @@ def quantise(
 ) -> None:
     """Write `codes` and `scales`, and replace `blocks` by the error, blocks - codes * scales.
 
-    Numbers beyond `code.levels * largest_scale` are clamped; the excess is part of the error.
+    `blocks` is `... x n x block_size`, `codes` `... x n x block_bytes`, `scales` `... x n`. Numbers
+    beyond `code.levels * largest_scale` are clamped; the excess is part of the error.
     """
     scales.copy_(_scales(code, blocks, largest_scale))
-    divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)
+    divisors = scales.masked_fill(scales == 0, 1).unsqueeze(-1)
     for at in _pieces(blocks):
         whole = torch.div(blocks[at], divisors[at]).round_().clamp_(-code.levels, code.levels)
         # Round the product as decoding does. Whether addcmul_ rounds it depends on the processor.
-        blocks[at].sub_(whole * scales[at].unsqueeze(1))
+        blocks[at].sub_(whole * scales[at].unsqueeze(-1))
         if code.bits == 8:
             codes[at].view(torch.int8).copy_(whole)
         else:
-            low, high = whole.unflatten(1, (2, -1)).unbind(1)
+            low, high = whole.unflatten(-1, (2, -1)).unbind(-2)
             codes[at].copy_(low.add_(high, alpha=16).add_(8 * 17))
 
 
@@ -78,7 +79,7 @@ def add_dequantised(
 
 
 def _scales(code: BlockCode, blocks: torch.Tensor, largest_scale: float) -> torch.Tensor:
-    top = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
+    top = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
     # `top * 0` makes the divisor NaN where top is inf or NaN. The divisor is a tensor, because on
     # CUDA torch multiplies by the reciprocal of a Python number.
     top.div_((top * 0).add_(code.levels)).clamp_(max=largest_scale)  # NaN stays NaN

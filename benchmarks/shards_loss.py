@@ -105,16 +105,16 @@ class Wire:
         wanted = None if form == "float32" else blocks
         self.layout: RowLayout | None = row_layout(parameters, dtypes, wanted, code, [])
         if self.layout is not None:
-            self.codec = Codec(self.layout, Memory(CPU), native=True)
-            self.message = torch.empty(self.codec.message_bytes, dtype=torch.uint8)
+            self.codec = Codec(self.layout, Memory(CPU), rows=1, native=True)
+            self.message = torch.empty(1, self.codec.message_bytes, dtype=torch.uint8)
 
     def decoded(self, row: torch.Tensor) -> torch.Tensor:
         """Return what arrives of a row; a copy."""
-        arrived = row.clone()
+        arrived = row.clone().unsqueeze(0)
         if self.layout is not None:
             self.codec.encode(arrived, self.message)
             self.codec.decode(self.message, arrived)
-        return arrived
+        return arrived[0]
 
     def decoded_at_random(self, row: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return what arrives if every number is rounded up or down so that its mean is exact."""

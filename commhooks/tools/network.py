@@ -106,7 +106,8 @@ def measure(
             "there is one rank, and no network to measure: start as many ranks as the run will have"
         )
     began = time.perf_counter()
-    on_gpu = torch.cuda.is_available() and backend_of(group, torch.device("cuda")) == "nccl"
+    cuda = torch.device("cuda")
+    on_gpu = torch.cuda.is_available() and backend_of(group, cuda).startswith("nccl")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     machines = ranks_by_place(places_of(group, device))
     hosts = [place.partition(" ")[0] for place in machines]  # two launchers may run on one host

@@ -32,7 +32,7 @@ class Predicted:
     Attributes:
         label: its name in the table.
         passes: how often its codec reads or writes the gradients, counted in passes over as many
-            numbers at the speed of `a.add_(b)`; see `Cluster.memory`. Measured on the CPU.
+            numbers at the speed of `a.add_(b)`; see `Cluster.memory`. Estimated.
     """
 
     label: str

@@ -260,8 +260,8 @@ EXPLAINED = {
     ): "no step is less than 0",
     (
         "commhooks/compressors/quantized/kernels.py",
-        "divisors = scales.masked_fill(scales == 0, 1).unsqueeze(1)",
-        "divisors = scales.masked_fill(scales == 0, 2).unsqueeze(1)",
+        "divisors = scales.masked_fill(scales == 0, 1).unsqueeze(-1)",
+        "divisors = scales.masked_fill(scales == 0, 2).unsqueeze(-1)",
     ): "where the scale is 0, the numbers are so small that either quotient rounds to 0",
     (
         "commhooks/compressors/quantized/kernels.py",

@@ -152,7 +152,13 @@ FIGURES = {
         "benchmarks/shards_loss.py --results FOLDER/shards_loss.jsonl",
         90,
         ("docs/fsdp2.md#models-sharded-over-several-machines",),
-        stored="benchmarks/shards_loss.py --results docs/figures/shards_loss.jsonl",
+        stored=(
+            "benchmarks/shards_loss.py --seeds 0 1 --results docs/figures/shards_loss.jsonl"
+            " --settings 'weights=int8 gradients=int8 block=128'"
+            " 'weights=int8 gradients=int8 block=256' 'weights=int8 gradients=int4'"
+            " 'weights=int8 gradients=int4 rounding=stochastic'"
+            " 'weights=int8 gradients=int4 residual=1' 'weights=int4 gradients=int8'"
+        ),
     ),
     "diloco_rounds": Figure(
         "benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",

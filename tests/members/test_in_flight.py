@@ -149,7 +149,9 @@ def test_a_machine_hangs_while_an_exchange_is_in_flight(start: Callable[..., Mac
     itself behind when it wakes.
     """
     start = functools.partial(start, timeout_s=60.0, sleep_s=0.05)
-    a, b = start("a", least=1), start("b")
+    a = start("a")
+    a.round(1)  # so that it is not the one that comes
+    b = start("b")
     b.wait_for(lambda line: line["what"] == "sent" and line["part"] == ["a", "b"])
     b.signal(signal.SIGSTOP)
     stopped = max(a.rounds, default=0)
@@ -162,7 +164,7 @@ def test_a_machine_hangs_while_an_exchange_is_in_flight(start: Callable[..., Mac
     b.round(max(a.rounds) + 4)
     end(a, b)
     assert_equal_weights(a, b, of=["anchor"])
-    compare_with_oracle([a, b], "int4", first="ab", enough=10, **GIVEN)
+    compare_with_oracle([a, b], "int4", enough=10, **GIVEN)
 
 
 def test_a_save_while_an_exchange_is_in_flight(start: Callable[..., Machine]) -> None:

@@ -197,11 +197,8 @@ class CommHook:
         `unscale_` or the optimizer's step) and `zero_grad`.
         """
         with self._hook.residuals() as (residuals, factor, measured):
-            gradients = {
-                name: gradient
-                for name, gradient in self._source.gradients().items()
-                if name in measured
-            }
+            every = self._source.gradients()
+            gradients = {name: every[name] for name in every if name in measured}
             return norms(gradients, residuals, factor)
 
     @plain_mode()

@@ -7,6 +7,16 @@ from commhooks.hook.comm_hook import CommHook
 
 PREFIX = "commhooks"
 
+LATEST = (
+    "chosen_at",
+    "outer_gradient_norm",
+    "outer_gradient_cosine",
+    "members",
+    "members_steps_per_s",
+    "members_weight",
+    "members_waited_s",
+)
+"""Keys of `stats()` that are metrics as they are. With most hooks their values are None."""
 NAMES = (
     "bytes_sent",
     "bytes_per_pass",
@@ -15,28 +25,13 @@ NAMES = (
     "nonfinite_steps",
     "codec_ms",
     "waiting_ms",
-    "chosen_at",
     "residual_norm",
     "gradient_norm",
     "residual_over_gradient",
-    "outer_gradient_norm",
-    "outer_gradient_cosine",
-    "members",
-    "members_steps_per_s",
-    "members_weight",
-    "members_waited_s",
+    *LATEST,
 )
 """Names of the metrics; docs/working.md explains each."""
 _SO_FAR = ("bytes_sent", "compressed_steps", "nonfinite_steps")
-_LATEST = (
-    "chosen_at",
-    "outer_gradient_norm",
-    "outer_gradient_cosine",
-    "members",
-    "members_steps_per_s",
-    "members_weight",
-    "members_waited_s",
-)
 
 
 class Meter:
@@ -56,7 +51,7 @@ class Meter:
         before = self._before.get(hook, {})
         self._before[hook] = now
         values: dict[str, float | None] = {name: now["so_far"][name] for name in _SO_FAR}
-        values |= {name: now[name] for name in _LATEST} | hook.norms()
+        values |= {name: now[name] for name in LATEST} | hook.norms()
         passes = now["backward_passes"] - before.get("backward_passes", 0)
         for name, of, unit in (
             ("bytes_per_pass", "bytes_sent", 1),

@@ -90,34 +90,7 @@ class StateServer:
         self._served: _Served | None = None
         self._lock = threading.Lock()
         self._watchers = set[socket.socket]()
-        server = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            timeout = 60
-
-            def do_GET(self) -> None:
-                server._check_and_answer(self)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        class Server(http.server.ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-
-            def get_request(self) -> tuple[Any, Any]:
-                connection, address = super().get_request()
-                keep_from_children(connection)
-                return connection, address
-
-            def handle_error(self, *_: Any) -> None:
-                if not isinstance(sys.exc_info()[1], OSError):  # a machine has given up
-                    super().handle_error(*_)
-
-            def service_actions(self) -> None:  # called at every poll
-                server._free(only_unused=True)
-
-        self._server = Server((host.strip("[]"), 0), Handler)
-        keep_from_children(self._server.socket)
+        self._server = _http_server(host, self)
         self.address = f"{host}:{self._server.server_address[1]}"
         serve = self._server.serve_forever
         threading.Thread(target=serve, args=(_POLL_S,), name="commhooks state", daemon=True).start()
@@ -272,3 +245,35 @@ class _Reply:
             after_piece()
         if code is not None:
             request.wfile.write(code.digest())
+
+
+def _http_server(host: str, owner: StateServer) -> http.server.ThreadingHTTPServer:
+    """Listen at a free port of `host`, and let `owner` answer."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 60
+
+        def do_GET(self) -> None:
+            owner._check_and_answer(self)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Server(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+        def get_request(self) -> tuple[Any, Any]:
+            connection, address = super().get_request()
+            keep_from_children(connection)
+            return connection, address
+
+        def handle_error(self, *_: Any) -> None:
+            if not isinstance(sys.exc_info()[1], OSError):  # a machine has given up
+                super().handle_error(*_)
+
+        def service_actions(self) -> None:  # called at every poll
+            owner._free(only_unused=True)
+
+    server = Server((host.strip("[]"), 0), Handler)
+    keep_from_children(server.socket)
+    return server

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import commhooks
 from commhooks.gradients import precision
-from commhooks.hook.meter import NAMES, Meter
+from commhooks.hook.meter import LATEST, NAMES, Meter
 from tests.support.ddp_steps import (
     backward,
     descend,
@@ -25,7 +25,6 @@ from tests.support.ddp_steps import (
     wrap,
 )
 from tests.support.inside import session_of
-from tests.support.metrics import NOT_OF_POWERSGD
 
 DELAY_S = 2.0  # far more than a step takes on a busy machine
 POWERSGD: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -141,7 +140,7 @@ def test_times_that_nobody_knows_are_none(run_ranks):
         unknown = (
             "codec_ms",
             "waiting_ms",
-            *NOT_OF_POWERSGD,
+            *LATEST,
             "residual_norm",
             "residual_over_gradient",
         )
@@ -227,9 +226,7 @@ def readings() -> list[Any]:
 
 def test_a_meter_counts_from_the_last_reading(run_ranks):
     for (first, one), (second, two), (third, _) in run_ranks(readings):
-        names = {f"commhooks/{name}" for name in NAMES} - {
-            f"commhooks/{name}" for name in NOT_OF_POWERSGD
-        }
+        names = {f"commhooks/{name}" for name in NAMES} - {f"commhooks/{name}" for name in LATEST}
         # No residual yet.
         assert first.keys() == names - {
             f"commhooks/{n}" for n in ("residual_norm", "residual_over_gradient")

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accelerate_commhooks import CommHookKwargs
 from commhooks import HookRunError
-from commhooks.hook.meter import NAMES
+from commhooks.hook.meter import LATEST, NAMES
 from tests.support.accelerators import (
     Training,
     Warnings,
@@ -20,10 +20,9 @@ from tests.support.accelerators import (
     new_accelerator,
     power_sgd,
 )
-from tests.support.metrics import NOT_OF_POWERSGD
 from tests.support.training import make_model
 
-ALL = {f"commhooks/{name}" for name in NAMES if name not in NOT_OF_POWERSGD}
+ALL = {f"commhooks/{name}" for name in NAMES if name not in LATEST}
 
 
 class Notes(GeneralTracker):

@@ -15,23 +15,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from commhooks import HookConfigError
-from commhooks.hook.meter import NAMES
+from commhooks.hook.meter import LATEST, NAMES
 from lightning_commhooks import CommHookMonitor
 from tests.support import lightning_support as support
 from tests.support.inside import session_of
 from tests.support.lightning_support import Model, assert_equal, data, strategy, trainer, weights
 
-# metrics that PowerSGD has not
-OF_OTHERS = (
-    "chosen_at",
-    "outer_gradient_norm",
-    "outer_gradient_cosine",
-    "members",
-    "members_steps_per_s",
-    "members_weight",
-    "members_waited_s",
-)
-ALL = {f"commhooks/{name}" for name in NAMES if name not in OF_OTHERS}
+ALL = {f"commhooks/{name}" for name in NAMES if name not in LATEST}
 RESIDUALS = {"commhooks/residual_norm", "commhooks/residual_over_gradient"}
 Values = dict[str, dict[int, float]]  # name -> step -> value
 

@@ -9,6 +9,7 @@ not quote the results). The JSON is
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib.util
 import json
@@ -31,6 +32,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # some benchmarks import `tests.support`
 Row = dict[str, Any]
 Job = TypeVar("Job", bound=Hashable)
+Setting = TypeVar("Setting")
 RANKS_LIMIT_S = 3600.0
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -60,6 +62,24 @@ def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
+
+
+def setting_from(words: str, kind: type[Setting]) -> Setting:
+    """Make a dataclass whose fields have defaults from words such as `every=5 wire=int4`. Exits if
+    they do not fit.
+    """
+    kinds = {member.name: type(member.default) for member in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for word in words.split():
+        name, _, value = word.partition("=")
+        if name not in kinds:
+            raise SystemExit(f"--settings: no {name!r}; there are {', '.join(kinds)}")
+        try:
+            values[name] = kinds[name](int(value) if kinds[name] is bool else value)
+        except ValueError:
+            expected = "0 or 1" if kinds[name] is bool else f"of type {kinds[name].__name__}"
+            raise SystemExit(f"--settings: {word!r}; expected a value {expected}") from None
+    return kind(**values)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,6 @@ the gradients in every step) is. Finished runs are appended to --results and not
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
@@ -38,7 +37,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import Row, machine, number, parse, parser, report, run_missing
+from common import Row, machine, number, parse, parser, report, run_missing, setting_from
 from language_model import (
     ALL,
     BATCH,
@@ -92,19 +91,6 @@ class Setting:
     clip: float = 1.0
     sequences: int = 0
     radial: bool = False
-
-    @classmethod
-    def parse(cls, words: str) -> "Setting":
-        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        words_given = dict(word.split("=", 1) for word in words.split())
-        if unknown := words_given.keys() - kinds.keys():
-            raise SystemExit(f"--settings: no {sorted(unknown)[0]!r}; there are {', '.join(kinds)}")
-        return cls(
-            **{
-                name: kinds[name](int(v) if kinds[name] is bool else v)
-                for name, v in words_given.items()
-            }
-        )
 
 
 class Task(Protocol):
@@ -286,7 +272,7 @@ class Ranks:
 
 def train(job: Job) -> Row:
     words, seed, count, steps, text_of_job = job
-    setting = Setting.parse(words)
+    setting = setting_from(words, Setting)
     torch.set_num_threads(1)
     task = TASKS[setting.task]()
     if setting.sequences:
@@ -382,7 +368,7 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
         exact_losses
         for setting, exact_losses in losses.items()
         if baseline(setting) == baseline(words)
-        and Setting.parse(setting).exact
+        and setting_from(setting, Setting).exact
         and exact_losses.keys() == exact.keys()
     ]
     best = min(rates, key=lambda exact_losses: statistics.fmean(exact_losses.values()))
@@ -434,7 +420,7 @@ def main() -> None:
             )
         )
         for words in settings:
-            Setting.parse(words)
+            setting_from(words, Setting)
         jobs = [
             (words, seed, count, args.steps, text_sum())
             for count, seed, words in itertools.product(args.ranks, args.seeds, settings)

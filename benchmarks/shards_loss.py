@@ -17,7 +17,6 @@ appended to --results and not repeated: the whole table takes hours, and can be 
   bytes        a rank sends per step, as a share of those without compression, with one all-gather
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from common import Row, machine, number, parse, parser, report, run_missing
+from common import Row, machine, number, parse, parser, report, run_missing, setting_from
 from language_model import (
     ALL,
     BATCH,
@@ -51,7 +50,9 @@ from commhooks.sharded.memory import Memory
 
 WIDTH, LAYERS = 96, 4
 CPU = torch.device("cpu")
-FORMS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4}
+FORMS = ("float32", "bf16", *BITS)
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,13 @@ class Setting:
     rounding: str = "nearest"
     residual: bool = False
 
-    @classmethod
-    def parse(cls, words: str) -> "Setting":
-        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        given = dict(word.split("=", 1) for word in words.split())
-        if unknown := given.keys() - kinds.keys():
-            raise SystemExit(f"--settings: no {sorted(unknown)[0]!r}; there are {', '.join(kinds)}")
-        values = {
-            name: kinds[name](int(value) if kinds[name] is bool else value)
-            for name, value in given.items()
-        }
-        return cls(**values)
+    def __post_init__(self) -> None:
+        choices = {"weights": FORMS, "gradients": FORMS, "rounding": ROUNDINGS}
+        for name, expected in choices.items():
+            if getattr(self, name) not in expected:
+                raise SystemExit(f"--settings: {name}={getattr(self, name)}; expected {expected}")
+        if self.rounding == "stochastic" and self.gradients not in BITS:
+            raise SystemExit("--settings: rounding=stochastic; expected gradients in int8 or int4")
 
 
 FLOAT32 = "weights=float32"
@@ -99,8 +96,8 @@ class Wire:
     """Encodes and decodes rows of one form. `layout` is None if they travel as they are."""
 
     def __init__(self, parameters: list[UnitParameter], form: str, block: int) -> None:
-        code = BlockCode(FORMS.get(form, 8), block)
-        blocks = "int8" if form in FORMS else form
+        code = BlockCode(BITS.get(form, 8), block)
+        blocks = "int8" if form in BITS else form
         dtypes = [torch.float32] * len(parameters)
         wanted = None if form == "float32" else blocks
         self.layout: RowLayout | None = row_layout(parameters, dtypes, wanted, code, [])
@@ -203,7 +200,7 @@ def train(job: Job) -> Row:
     words, seed, count, steps, text_of_job = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    shards = Shards(count, Setting.parse(words))
+    shards = Shards(count, setting_from(words, Setting))
     optimizer, schedule = recipe(shards.exact, steps)
     batches = torch.Generator().manual_seed(seed)
     generator = torch.Generator()
@@ -275,7 +272,7 @@ def main() -> None:
     args = parse(arguments, seeds=[0], ranks=2, steps=2, settings=quick, results=Path(os.devnull))
     settings = list(dict.fromkeys([FLOAT32, *args.settings]))
     for words in settings:
-        Setting.parse(words)
+        setting_from(words, Setting)
     at = machine()
     choices = itertools.product(args.seeds, settings)
     jobs = [(words, seed, args.ranks, args.steps, text_sum()) for seed, words in choices]

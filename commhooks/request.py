@@ -294,10 +294,10 @@ class HookRequest:
             raise HookConfigError(
                 "members with ranks_per_node: the ranks of a machine are known; leave it out"
             )
-        if getattr(config, "start_iter", 0) != 0:
+        if start_iter := getattr(config, "start_iter", 0):
             raise HookConfigError(
-                f"members with start_iter={getattr(config, 'start_iter', 0)!r}; expected 0, because"
-                " machines exchange weights only"
+                f"members with start_iter={start_iter}; expected 0, because machines exchange"
+                " weights only"
             )
 
     @property

@@ -236,7 +236,10 @@ def _outcomes(
     source = next((folder for folder in sources if suite.is_in(folder)), None)
     if source is None:
         if wanted:
-            console.print(f"{name} needs a checkout of {suite.repository}: --source FOLDER")
+            console.print(
+                f"{name} needs a checkout of {suite.repository}, with {suite.files[0]}: --source"
+                f" {' '.join(map(str, sources)) + ' has none' if sources else 'FOLDER'}"
+            )
         return {}
     hooks = ("", *suite.hooks)
     return {hook: run_suite(suite, cases, source.absolute(), hook) for hook in hooks}

@@ -128,7 +128,10 @@ class MachinePartner:
         return 1 if self._machine.ranks.alone else max(1, passes // _LOOKS)
 
     def another_is_done(self) -> bool:
-        over, ranks = self._machine.round_end.is_over(self.attempts.point), self._machine.ranks
+        numbers, ranks = self._machine.numbers, self._machine.ranks
+        weight = 1.0 if numbers.weight is None else numbers.weight
+        with numbers.waiting():
+            over = self._machine.round_end.ends_here(self.attempts.point, weight)
         return over if ranks.alone else not ranks.all_agree(not over)
 
     def _tell(self, machines: Sequence[Report]) -> None:

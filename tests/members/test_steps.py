@@ -54,6 +54,7 @@ class Machine:
         )
         vars(machine).update(
             store="",
+            server=None,
             ranks=ranks,
             connections=connections,
             lines=mock.Mock(),

@@ -123,7 +123,9 @@ def _gathered_from_elsewhere() -> bool:
     codec = _codec(_layout(torch.float32), native=False)
     traffic, rank = Traffic(), dist.get_rank()
     route = Direct(2, rank, traffic)
-    gather = GatherWeights("unit", 2, codec, route, Memory(torch.device("cpu")), traffic)
+    memory = Memory(torch.device("cpu"))
+    memory.reserve(2 * codec.message_bytes)
+    gather = GatherWeights("unit", 2, codec, route, memory, traffic)
     rows = [_hard_row(torch.float32, seed)[: codec.layout.numel] for seed in range(2)]
     output = gather.allocate((2 * codec.layout.numel,), dtype=torch.float32, device=rows[0].device)
     group = dist.group.WORLD

@@ -14,7 +14,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from tests.sharded.shards_models import Net, backward, equal, sharded, shards_of, train
+from tests.sharded.shards_models import (
+    Net,
+    backward,
+    equal,
+    logged,
+    sharded,
+    shards_of,
+    train,
+)
 from tests.support.features import custom_collectives
 from tests.support.kernels import computing_with
 
@@ -42,6 +50,19 @@ def _counted(reshard: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
     step = now["shards"]["gathers"] - first["shards"]["gathers"]
     hook.detach()
     return now, plan.as_dict(), step
+
+
+def _regathered() -> tuple[dict[str, Any], str]:
+    with logged() as lines:
+        _, hook = _trained(SHARDS, 1, reshard_after_forward=2)
+    return hook.stats()["shards"], "".join(lines)
+
+
+def test_gathers_among_fewer_ranks_are_told_apart(run_ranks: Any) -> None:
+    for rank, (stats, line) in enumerate(run_ranks(_regathered, world_size=4)):
+        assert stats["gathers"] == 6 and stats["bytes_inside_nodes"] > 0
+        expected = "for 3 all-gathers (3 more among fewer ranks, exactly) and 3 reduce-scatters"
+        assert expected in line or rank > 0
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [(None, 5), (True, 6), (False, 3)])
@@ -141,6 +162,8 @@ def _ended() -> dict[str, bool]:
         getattr(hook, end)()
         train(model, _sgd(model), range(4))
         found[end] = equal(shards_of(model), bits)
+        found[f"memory after {end}"] = hook.stats()["shards"]["memory_bytes"] == 0
+        found[f"plan after {end}"] = bool(hook.plan().compressed)
     hook = commhooks.attach(model, None, shards="bf16")  # again, on the same model
     train(model, _sgd(model), range(1))
     found["attached again"] = hook.stats()["shards"]["gathers"] == 5

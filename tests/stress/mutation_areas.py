@@ -215,6 +215,7 @@ AREAS = {
             "*",
             (
                 "sharded/test_shards_modes",
+                "sharded/test_shards_plan",
                 "sharded/test_shards_refusals",
                 "sharded/test_shards_streams",
                 "sharded/test_shards",

@@ -13,7 +13,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.replay import Recorder
 from commhooks.members.peers import NotConnected
 from commhooks.members.registered import Registered

@@ -12,8 +12,8 @@ from commhooks.comm.nodes import Nodes
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Applied, Exchanged, Sent
 from commhooks.members.attempts import Attempts

@@ -206,6 +206,7 @@ AREAS = {
             "codec blocks parts layout memory routes",
             (
                 "sharded/test_shards_codec",
+                "sharded/test_shards_nodes",
                 "sharded/test_shards_modes",
                 "sharded/test_shards",
             ),

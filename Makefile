@@ -38,8 +38,9 @@ test-mutants: $(READY)
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)
 
-# All hooks with 16 and 32 ranks, as processes on two cores: some minutes. As root also shards over two machines.
+# All hooks with 16 and 32 ranks, as processes on two cores, and 300 random trainings with shards: some minutes. As root also shards over two machines.
 test-many: $(READY)
+	@SHARDS_CASES=100 $(CLEAN) -m pytest -q tests/sharded/test_shards.py -k random $(ARGS)
 	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py tests/stress/shards_over_machines.py $(ARGS)
 
 # Each wait for a stream taken out in turn: a test on the simulated accelerator must notice. Some minutes.

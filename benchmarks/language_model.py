@@ -55,12 +55,12 @@ Job = tuple[str, int, int, int, str]
 
 
 class ByteTransformer(nn.Module):
-    def __init__(self, width: int = 192, layers: int = 6) -> None:
+    def __init__(self, width: int = 192, layers: int = 6, heads: int = 6) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(CONTEXT, width)
         layer = nn.TransformerEncoderLayer(
-            width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(
             layer, layers, nn.LayerNorm(width), enable_nested_tensor=False

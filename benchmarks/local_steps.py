@@ -3,10 +3,10 @@
     python benchmarks/local_steps.py [--settings every=5 "every=30 momentum=0.9" ...] [--seeds 0]
                                      [--ranks 2 4]
 
-The language model of language_model.py or a small network on scikit-learn's digits is trained by
-ranks that are simulated in one process. Each has weights and an optimizer of its own, and a share
-of the batch of a step, or with `sequences` a batch of its own. Every `every` steps their weights
-become
+The language model of language_model.py, a smaller one, or a small network on scikit-learn's digits
+is trained by ranks that are simulated in one process. Each has weights and an optimizer of its own,
+and a share of the batch of a step, or with `sequences` a batch of its own. Every `every` steps
+their weights become
 
     g = mean over the ranks of (anchor - weights)
     v = momentum v + g
@@ -63,7 +63,8 @@ class Setting:
     """How a training communicates.
 
     Attributes:
-        task: "language", or "digits": an MLP, batches of 64 images.
+        task: "language"; "small": the same with 0.14 M parameters; "digits": an MLP, batches of
+            64 images.
         optimizer: each rank's: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on matrices, with
             20 times the learning rate; AdamW on the rest).
         lr: the learning rate; 0: 1e-3, with SGD 0.05.
@@ -120,6 +121,11 @@ class Language:
         return {"loss": validation_loss(model, min(ALL, steps))}
 
 
+class Small(Language):
+    def model(self) -> nn.Module:
+        return ByteTransformer(width=64, layers=2, heads=2)
+
+
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return training images and labels, test images and labels."""
     from sklearn.datasets import load_digits
@@ -161,7 +167,7 @@ class Digits:
         }
 
 
-TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
+TASKS: dict[str, Callable[[], Task]] = {"language": Language, "small": Small, "digits": Digits}
 
 
 def optimizers_of(
@@ -173,7 +179,7 @@ def optimizers_of(
     of_adam = factor * lr
     if setting.inner != "sqrt":
         lr *= factor
-    if setting.optimizer == "adamw" and setting.task == "language":
+    if setting.optimizer == "adamw" and setting.task != "digits":
         return [recipe(model, steps, of_adam / 1e-3)]
     parameters = list(model.parameters())
     matrices = [p for p in parameters if p.ndim == 2 and setting.optimizer == "muon"]
@@ -270,13 +276,14 @@ class Ranks:
                 parameter.copy_(part.view_as(parameter))
 
 
-def train(job: Job) -> Row:
-    words, seed, count, steps, text_of_job = job
-    setting = setting_from(words, Setting)
-    torch.set_num_threads(1)
-    task = TASKS[setting.task]()
-    if setting.sequences:
-        task.size = setting.sequences * count
+@dataclass
+class Trained:
+    ranks: Ranks
+    rounds: int
+    bytes_sent: int
+
+
+def train_ranks(setting: Setting, task: Task, seed: int, count: int, steps: int) -> Trained:
     torch.manual_seed(seed)
     ranks = Ranks(count, steps, setting, task)
     wire = SimulatedRanks(lambda: compressor_of(setting.wire), count, ranks.named)
@@ -301,11 +308,22 @@ def train(job: Job) -> Row:
         velocity = setting.momentum * velocity + deltas[0]
         anchor = anchor - setting.outer_lr * (deltas[0] + setting.momentum * velocity)
         ranks.set_weights(anchor)
+    return Trained(ranks, rounds, wire.bytes_sent)
+
+
+def train(job: Job) -> Row:
+    words, seed, count, steps, text_of_job = job
+    setting = setting_from(words, Setting)
+    torch.set_num_threads(1)
+    task = TASKS[setting.task]()
+    if setting.sequences:
+        task.size = setting.sequences * count
+    trained = train_ranks(setting, task, seed, count, steps)
     with torch.no_grad():
-        result = task.result(ranks.models[0], steps)
-    sent = wire.bytes_sent / (steps * 4 * len(anchor))
+        result = task.result(trained.ranks.models[0], steps)
+    sent = trained.bytes_sent / (steps * 4 * len(trained.ranks.weights()[0]))
     row = {"setting": words, "seed": seed, "ranks": count, "steps": steps, "text": text_of_job}
-    return row | result | {"share": sent, "rounds": rounds}
+    return row | result | {"share": sent, "rounds": trained.rounds}
 
 
 # ---- the table -----------------------------------------------------------------------------------

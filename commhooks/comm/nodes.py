@@ -33,7 +33,7 @@ class Nodes:
 
     @property
     def description(self) -> str:
-        return f"between {self.count} nodes of {self.ranks_per_node} ranks, each as one rank"
+        return described(self.count, self.ranks_per_node)
 
     @property
     def intra_node(self) -> dist.ProcessGroup:
@@ -43,6 +43,10 @@ class Nodes:
     def inter_node(self) -> dist.ProcessGroup:
         """The ranks with this local rank, one per node, in the order of the nodes."""
         return self._inter_node()
+
+
+def described(nodes: int, ranks_per_node: int) -> str:
+    return f"between {nodes} nodes of {ranks_per_node} ranks, each as one rank"
 
 
 # The nodes of each group, by their ranks. A second run reuses the nodes of the first one: in torch

@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from commhooks.checkpoint.user_state import UserStateCheckpointer
 from commhooks.comm.groups import is_logging_rank
-from commhooks.compressors.unit_plan import MemoryPlan, Unit, UnitPlan
 from commhooks.engine.consensus import Binding
 from commhooks.engine.kernel_choice import KernelChoice
 from commhooks.gradients.layout import Bucket
@@ -20,14 +18,12 @@ from commhooks.gradients.source import Future, GradientSource, PassListener
 from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
 from commhooks.hook.sharded_source import sharded_source
+from commhooks.hook.shards_plan import NAME, shards_plan, shards_summary
 from commhooks.plan import ModelPlan
 from commhooks.report import Status, Summary
 from commhooks.request import HookRequest
-from commhooks.sharded.attached import AttachedShards, Rows
-from commhooks.sharded.layout import Piece, RowLayout, UnitParameter
+from commhooks.sharded.attached import AttachedShards
 from commhooks.sharded.source import OneReplica
-
-NAME = "shards"
 
 
 def prepare(
@@ -70,10 +66,10 @@ class ModelShards:
         self.detach = attached.detach
 
     def summary(self) -> str:
-        return shards_summary(self.attached)
+        return shards_summary(self.attached.codecs)
 
     def plan(self) -> ModelPlan:
-        return shards_plan(self.attached)
+        return shards_plan(self.attached.codecs)
 
     def with_plan(self, plan: ModelPlan) -> ModelPlan:
         return plan if self._alone else dataclasses.replace(plan, shards=self.plan())
@@ -90,7 +86,7 @@ class ShardsHook:
 
     @property
     def _options(self) -> dict[str, Any]:
-        options = dataclasses.asdict(self.shards.attached.options)
+        options = dataclasses.asdict(self.shards.attached.codecs.options)
         return options | {"exclude": list(options["exclude"])}
 
     def run(self, bucket: Bucket) -> Future:
@@ -115,7 +111,7 @@ class ShardsHook:
         attached = self.shards.attached
         if not self.plan().compressed:
             return [
-                f"{NAME} ({attached.options.label}) compresses no parameter of this model:"
+                f"{NAME} ({attached.codecs.options.label}) compresses no parameter of this model:"
                 " print(hook.plan()) gives the reasons."
             ]
         return [f"{NAME} computes with the kernel 'torch'. {attached.slower}"] * bool(
@@ -134,125 +130,3 @@ class ShardsHook:
 
     def close(self) -> None:
         return None
-
-
-# ---- what it reports
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ShardPlan(UnitPlan):
-    """Describes a parameter of a unit. `weights`, `gradients`: what a step sends, in words."""
-
-    weights: str = ""
-    gradients: str = ""
-    bytes_before: int = 0
-    bytes_after: int = 0
-
-    columns: ClassVar[tuple[str, ...]] = ("weights", "gradients")
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.weights, self.gradients
-
-    @property
-    def details(self) -> dict[str, Any]:
-        return {"weights": self.weights, "gradients": self.gradients}
-
-    def size_bytes(self) -> int:
-        return self.bytes_before
-
-    def sent_bytes(self, wire_dtype: Any) -> int:
-        return self.bytes_after
-
-
-def shards_plan(shards: AttachedShards) -> ModelPlan:
-    memory = shards.memory_bytes
-    return ModelPlan(
-        f"{NAME}: {shards.options.label}",
-        tuple(
-            _planned(parameter, rows, shards)
-            for rows in shards.rows
-            for parameter in rows.unit.parameters
-        ),
-        memory=MemoryPlan(
-            packed=memory["gathered"] + memory["scattered"],
-            copies=memory["copies"] + memory["grouped"],
-        ),
-        arrangement=shards.arrangement,
-        bucket_names=tuple(
-            tuple(parameter.name for parameter in rows.unit.parameters) for rows in shards.rows
-        ),
-        buckets_are="Units of fully_shard",
-    )
-
-
-def _planned(parameter: UnitParameter, rows: Rows, shards: AttachedShards) -> ShardPlan:
-    weights = _piece(parameter, rows.weights)
-    gradients = _piece(parameter, rows.gradients)
-    gathers = rows.unit.gathers
-    gathered = parameter.gathered_dtype.itemsize
-    reduced = parameter.reduced_dtype.itemsize if parameter.trained else 0
-    before = shards.ranks * parameter.numel * (gathers * gathered + reduced)
-    after = gathers * _sent(parameter, gathered, rows.weights, shards)
-    if parameter.trained:
-        after += _sent(parameter, reduced, rows.gradients, shards)
-    reasons = dict.fromkeys(piece.exact for piece in (weights, gradients) if piece and piece.exact)
-    compressed = any(piece is not None and not piece.exact for piece in (weights, gradients))
-    return ShardPlan(
-        parameter.name,
-        parameter.shape,
-        parameter.numel * shards.ranks,
-        parameter.dtype,
-        compressed=compressed,
-        reason="" if compressed else "; ".join(reasons) or "several dtypes in its unit",
-        weights=f"{gathers} x {_form(weights, rows.weights, parameter.gathered_dtype)}",
-        gradients=(
-            _form(gradients, rows.gradients, parameter.reduced_dtype)
-            if parameter.trained
-            else "none"
-        ),
-        bytes_before=-(-before // 2),
-        bytes_after=-(-after // 2),
-    )
-
-
-def _piece(parameter: UnitParameter, layout: RowLayout | None) -> Piece | None:
-    pieces = () if layout is None else layout.pieces
-    return next((piece for piece in pieces if piece.name == parameter.name), None)
-
-
-def _form(piece: Piece | None, layout: RowLayout | None, dtype: Any) -> str:
-    if piece is None or layout is None or piece.exact:
-        return str(dtype).removeprefix("torch.")
-    return layout.form
-
-
-def _sent(
-    parameter: UnitParameter, itemsize: int, layout: RowLayout | None, shards: AttachedShards
-) -> int:
-    """Return the bytes that the rows of all ranks take in one collective between nodes."""
-    piece = _piece(parameter, layout)
-    if piece is None or layout is None or not layout.compressed:
-        return shards.ranks * parameter.numel * itemsize
-    return shards.route.peers * layout.sent_bytes(piece)
-
-
-def shards_summary(shards: AttachedShards) -> str:
-    """Return the line that rank 0 logs after the first backward pass."""
-    plan = shards_plan(shards)
-    details = [shards.options.label]
-    if "int8" in (shards.options.weights, shards.options.gradients):
-        details.append(f"blocks of {shards.options.block_size}")
-        details += ["native kernel"] if shards.native else []
-    details += [shards.arrangement] if shards.arrangement else []
-    begin = f"{NAME} ({'; '.join(details)}): "
-    if shards.ranks == 1:
-        return f"{begin}there is one shard, so nothing is sent"
-    unit = Unit.of(plan.bytes_before)
-    gathers = sum(rows.unit.gathers for rows in shards.rows)
-    scatters = sum(bool(rows.unit.trained) for rows in shards.rows)
-    return (
-        f"{begin}{unit.text(plan.bytes_before)} -> {unit.text(plan.bytes_after)} per step and rank,"
-        f" for {gathers} all-gathers and {scatters} reduce-scatters of {len(shards.rows)} units"
-    )

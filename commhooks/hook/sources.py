@@ -33,6 +33,17 @@ def source_for(
         from commhooks.hook.shards_hook import source_without_replicas
 
         return source_without_replicas(model, process_group)
+    if (
+        request.shards is not None
+        and replicate_group is None
+        and not machines_change
+        and isinstance(model, FSDPModule)
+    ):
+        raise HookConfigError(
+            f"hook {request.name!r} with shards and without replicate_group: the hook averages over"
+            " replicas, and a model that is sharded over all ranks has one. Pass hook=None, which"
+            " compresses the shards alone, or the ranks that hold the same shard as replicate_group"
+        )
     return source_of(
         model,
         process_group,

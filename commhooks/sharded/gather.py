@@ -49,8 +49,6 @@ class GatherWeights:
         self._route = route
         self._memory = memory
         self._traffic = traffic
-        if codec is not None:
-            memory.reserve(ranks * codec.message_bytes)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

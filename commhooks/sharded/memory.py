@@ -47,6 +47,10 @@ class Memory:
             last_use.record(torch.accelerator.current_stream(self.device))
         self._free.append((buffer, last_use))
 
+    def free(self) -> None:
+        self._free.clear()
+        self.allocated = 0
+
     @contextlib.contextmanager
     def lent(self, numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Lend `numel` numbers (1-D) for the body."""

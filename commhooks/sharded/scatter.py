@@ -58,7 +58,6 @@ class ScatterGradients:
         self._traffic = traffic
         self._warns = logs
         if codec is not None:
-            memory.reserve(2 * route.peers * codec.message_bytes)
             starts = [piece.start for piece in codec.layout.pieces if piece.numel]
             self._starts = torch.tensor(starts, device=memory.device)
 

@@ -1,7 +1,7 @@
 """Find the units of a model, and refuse those whose collectives cannot be replaced."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,18 @@ _SETTERS = ("set_custom_all_gather", "set_custom_reduce_scatter")
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
-    """Describes a module to which `fully_shard` was applied, in the order of FSDP2's buffers.
+class UnitLayout:
+    """Describes the parameters of a unit, in the order of FSDP2's buffers.
 
     Attributes:
-        gather, scatter: FSDP2's own objects, to put back.
         gathers: how often a step gathers the weights from all ranks.
         regathers: how often a step gathers them among fewer ranks (`reshard_after_forward=N`).
     """
 
     name: str
-    module: "weakref.ref[FSDPModule]"
     parameters: tuple[UnitParameter, ...]
-    gather: Any
-    scatter: Any
     gathers: int
-    regathers: int
+    regathers: int = 0
 
     @property
     def trained(self) -> list[UnitParameter]:
@@ -43,6 +39,17 @@ class Unit:
         """Describe the unit in a line that is equal on two ranks if and only if its rows are."""
         rows = [(p.names, p.numel, p.gathered_dtype, p.trained) for p in self.parameters]
         return f"{self.name}: {rows}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Unit(UnitLayout):
+    """Describes a module to which `fully_shard` was applied. `gather`, `scatter`: FSDP2's own
+    objects, to put back.
+    """
+
+    module: "weakref.ref[FSDPModule]"
+    gather: Any
+    scatter: Any
 
 
 def units_of(model: torch.nn.Module) -> list[Unit]:
@@ -59,10 +66,53 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
         if unit is not None and unit.parameters:
             name = own_name(module_name) or type(model).__name__.removeprefix("FSDP")
             _check(name, module, unit)
-            parameters = [_described(p, names[id(p)], unit) for p in unit.parameters]
-            collectives = unit.gather, unit.scatter, unit.gathers, unit.regathers
-            units.append(Unit(name, weakref.ref(module), tuple(parameters), *collectives))
+            units.append(
+                Unit(
+                    name,
+                    tuple(_described(p, names[id(p)], unit) for p in unit.parameters),
+                    unit.gathers,
+                    unit.regathers,
+                    module=weakref.ref(module),
+                    gather=unit.gather,
+                    scatter=unit.scatter,
+                )
+            )
     return units
+
+
+def usual_units(model: torch.nn.Module, ranks: int) -> list[UnitLayout]:
+    """Divide a model that is not sharded as is usual: `fully_shard` over `ranks` ranks of every
+    entry of the outermost `ModuleList` and `Sequential` modules, and of the rest, the root, whose
+    weights a step gathers once.
+    """
+    names = all_names(model)
+    taken: set[torch.nn.Parameter] = set()
+
+    def unit_of(name: str, module: torch.nn.Module, gathers: int) -> UnitLayout:
+        new = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(new)
+        return UnitLayout(name, tuple(_unsharded(p, names[id(p)], ranks) for p in new), gathers)
+
+    layers = [unit_of(name, layer, 2) for name, layer in _layers(model, "")]
+    units = [unit_of(type(model).__name__, model, 1), *layers]
+    return [unit for unit in units if unit.parameters]
+
+
+def _layers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+            yield prefix + name, child
+        else:
+            yield from _layers(child, f"{prefix}{name}.")
+
+
+def _unsharded(parameter: torch.nn.Parameter, names: Sequence[str], ranks: int) -> UnitParameter:
+    shape = tuple(parameter.shape)
+    dtype = parameter.dtype
+    rows = shape[0] if shape else 1
+    numel = parameter.numel() // rows * -(-rows // ranks) if rows else 0
+    trained = parameter.requires_grad
+    return UnitParameter(tuple(names), shape, dtype, dtype, dtype, numel, trained)
 
 
 def _described(

@@ -20,12 +20,18 @@ import commhooks
 from commhooks.errors import CommHookError, did_you_mean
 
 WRAPPERS = ("fp16", "bf16")
+SHARDS = ("int8", "bf16")
 PLAN = """\
 Shows before training what a hook compresses in a model, as print(hook.plan()) does: what is sent of
 each parameter, or why it is not compressed, the bytes per step and rank, and the memory.
 
   commhooks plan train:build_model --hook powerSGD --options matrix_approximation_rank=4
   commhooks plan ../job/model.py:build_model --exclude '*embed*' '*head*'
+
+With --shards it shows what FSDP2's own collectives send if fully_shard is applied to every layer
+and to the model, without a MixedPrecisionPolicy; --options are those of commhooks.Shards:
+
+  commhooks plan train:build_model --shards int8 --ranks 16 --ranks-per-node 8
 """
 NETWORK = """\
 Measures the network between the ranks of a run, without a script or a model: each connection, all
@@ -121,7 +127,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns the nn.Module",
     )
-    hook: Any = parser.add_argument("--hook", default="powerSGD", help="its name (powerSGD)")
+    hook: Any = parser.add_argument("--hook", help="its name (powerSGD)")
     hook.completer = hook_names
     parser.add_argument(
         "--exclude",
@@ -135,7 +141,16 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--total-steps", type=int, metavar="N", help="of the run, for a start that is a fraction"
     )
-    options = "options of the hook; values are YAML"
+    parser.add_argument(
+        "--shards",
+        choices=SHARDS,
+        help="plan FSDP2's gathers of weights and scatters of gradients instead of a hook",
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="of the run, with --shards")
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="of each machine, with --shards (1)"
+    )
+    options = "options of the hook, or of Shards; values are YAML"
     parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help=options)
     _json_argument(parser, "sizes in bytes")
 

@@ -49,7 +49,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
 @pytest.mark.parametrize(
     ("wire", "others", "given"),
-    [("int4", ["b"], {}), ("float32", [], {}), ("int4", [], SHARDED)],
+    [
+        ("int4", ["b"], {}),
+        ("float32", [], {}),
+        ("int4", [], SHARDED),
+        ("int4", [], SHARDED | {"compressed": True}),
+    ],
 )
 def test_machines_come_and_go(
     start: Callable[..., Machine], wire: str, others: list[str], given: Any
@@ -80,7 +85,8 @@ def test_machines_come_and_go(
     assert {later - before for before, later in zip(counts[1:], counts[2:], strict=False)} == {
         EVERY
     }
-    compare_with_oracle([a, *stay, c, d], **given)
+    if "compressed" not in given:  # the oracle trains with exact weights and gradients
+        compare_with_oracle([a, *stay, c, d], **given)
 
 
 @pytest.mark.parametrize("model", [{}, SHARDED], ids=["", "sharded"])

@@ -134,6 +134,13 @@ class Training:
             [p for p in self.model.parameters() if p.requires_grad], lr=0.1, momentum=0.5
         )
 
+    def trained_units(self) -> int:
+        """Count the units with a trained parameter; a frozen unit has nothing to scatter."""
+        return sum(
+            any(p.requires_grad for p in unit.parameters(recurse=False))
+            for unit in self.model.units().values()
+        )
+
     def dim(self, unit: str, name: str) -> int:
         return int((unit, name) in self.columns)
 
@@ -296,6 +303,8 @@ def compared(cases: list[Case]) -> list[str]:
         saves = traffic["bytes_sent"] < traffic["bytes_uncompressed"]
         if saves != bool(training.hook.plan().compressed):
             found.append(f"{traffic} saves nothing")
+        if traffic["scatters"] != case.steps * training.trained_units():
+            found.append(f"{traffic} has scattered other units than the trained ones")
         training.hook.detach()
         if found:
             problems.append(f"{case}:\n    " + "\n    ".join(found[:6]))

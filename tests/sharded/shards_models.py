@@ -51,12 +51,12 @@ def sharded(mesh: DeviceMesh | None = None, *, tied: bool = False, **options: An
     return fully_shard(model, mesh=mesh, **options)
 
 
-def backward(model: nn.Module, step: int) -> torch.Tensor:
+def backward(model: nn.Module, step: int, factor: torch.Tensor | float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(0, 20, (4, 6), generator=generator)
     logits = model(tokens).float()
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
-    loss.backward()
+    (loss * factor).backward()
     return loss.detach()
 
 

@@ -1,5 +1,6 @@
 """Trainings with compressed shards equal the oracle to the bit."""
 
+import os
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ SPECIAL = {
     # gloo itself refuses PREMUL_SUM; every unit is compressed
     "PREMUL_SUM": [Case(3, 2, UNITS, divide=3.0), Case(4, 2, UNITS, "bf16", divide=2.0)],
     "accumulated": [Case(5, 2, UNITS, "bf16, float32 sums", accumulated=2, reshard=False)],
+    "a frozen unit": [Case(10, 2, UNITS, frozen=((2, 0), (1, 1)))],
+    "by columns": [Case(11, 2, UNITS, columns=((0, 0), (3, 0)))],
     "only weights": [Case(6, 2, UNITS, gradients=None, reshard=True)],
     "only gradients": [Case(7, 2, UNITS, weights=None)],
     "not finite": [Case(8, 2, UNITS, nonfinite=(1, 1, 2)), Case(9, 2, UNITS, nonfinite=(0, 0, 0))],
@@ -51,10 +54,11 @@ def test_between_nodes_equals_the_oracle(run_ranks: Any) -> None:
     assert run_ranks(compared, cases, world_size=4) == [[]] * 4
 
 
-RANDOM = 6
-"""Random cases for each number of ranks; `shards_cases.random_case` draws more."""
+RANDOM = int(os.environ.get("SHARDS_CASES", "6"))
+"""Random cases for each number of ranks. `make test-many` has 100."""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_trainings_equal_the_oracle(run_ranks: Any, ranks: int) -> None:
     cases = [random_case(seed, ranks) for seed in range(RANDOM)]

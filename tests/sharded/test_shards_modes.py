@@ -10,11 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from tests.sharded.shards_models import Net, backward, equal, sharded, shards_of, train
+from tests.sharded.shards_models import (
+    Net,
+    backward,
+    equal,
+    logged,
+    sharded,
+    shards_of,
+    train,
+)
 from tests.support.features import custom_collectives
 from tests.support.kernels import computing_with
 
@@ -42,6 +50,19 @@ def _counted(reshard: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
     step = now["shards"]["gathers"] - first["shards"]["gathers"]
     hook.detach()
     return now, plan.as_dict(), step
+
+
+def _regathered() -> tuple[dict[str, Any], str]:
+    with logged() as lines:
+        _, hook = _trained(SHARDS, 1, reshard_after_forward=2)
+    return hook.stats()["shards"], "".join(lines)
+
+
+def test_gathers_among_fewer_ranks_are_told_apart(run_ranks: Any) -> None:
+    for rank, (stats, line) in enumerate(run_ranks(_regathered, world_size=4)):
+        assert stats["gathers"] == 6 and stats["bytes_inside_nodes"] > 0
+        expected = "for 3 all-gathers (3 more among fewer ranks, exactly) and 3 reduce-scatters"
+        assert expected in line or rank > 0
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [(None, 5), (True, 6), (False, 3)])
@@ -119,9 +140,11 @@ def _by_torch() -> dict[str, torch.Tensor]:
 
 def _rounded() -> dict[str, bool]:
     """What a forward pass uses is the same on all ranks, and not the optimizer's shard."""
-    block = _trained(SHARDS)[0].blocks[0]
+    excluding = commhooks.Shards(block_size=32, exclude=["*.down.*"])
+    block = _trained(excluding)[0].blocks[0]
     block.unshard()  # type: ignore[operator]
     weight = block.up.weight.detach().clone()
+    excluded = block.down.weight.detach().clone()
     block.reshard()  # type: ignore[operator]
     everywhere = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, weight)
@@ -129,6 +152,7 @@ def _rounded() -> dict[str, bool]:
     return {
         "same": all(torch.equal(other, weight) for other in everywhere),
         "rounded": bool(0 < (weight - exact).abs().max() < 0.01 * exact.abs().max()),
+        "excluded": torch.equal(excluded, block.down.weight.full_tensor()),  # type: ignore[operator]
     }
 
 
@@ -141,6 +165,8 @@ def _ended() -> dict[str, bool]:
         getattr(hook, end)()
         train(model, _sgd(model), range(4))
         found[end] = equal(shards_of(model), bits)
+        found[f"memory after {end}"] = hook.stats()["shards"]["memory_bytes"] == 0
+        found[f"plan after {end}"] = bool(hook.plan().compressed)
     hook = commhooks.attach(model, None, shards="bf16")  # again, on the same model
     train(model, _sgd(model), range(1))
     found["attached again"] = hook.stats()["shards"]["gathers"] == 5
@@ -221,8 +247,8 @@ def _alike() -> dict[str, float]:
     return found
 
 
-def _distance(a: nn.Module, b: nn.Module) -> float:
-    begin, first, second = shards_of(sharded()), shards_of(a), shards_of(b)
+def _distance(a: nn.Module, b: nn.Module, mesh: Any = None) -> float:
+    begin, first, second = shards_of(sharded(mesh)), shards_of(a), shards_of(b)
     learned = sum(float((first[n] - begin[n]).norm()) for n in first)
     return sum(float((first[n] - second[n]).norm()) for n in first) / learned
 
@@ -264,6 +290,72 @@ def test_beside_a_hook_between_replicas(run_ranks: Any) -> None:
             assert 0 < shards["bytes_sent"] < 0.32 * shards["bytes_uncompressed"]
             assert of_hook["plan"]["shards"]["hook"] == "shards: int8"
             assert "Units of fully_shard" in of_hook["text"]
+
+
+def _averaged_weights() -> dict[str, float]:
+    """How far the weights that `local_sgd` averages over two replicas are from the mean of two runs
+    with shards alone, and those of DiLoCo from DiLoCo without shards, relative to what it learned.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicate = mesh["replicate"].get_group()
+
+    def trained(hook: Any, shards: Any, **more: Any) -> Net:
+        model = sharded(mesh["shard"])
+        if hook is not None or shards is not None:
+            commhooks.attach(model, hook, shards=shards, **more)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(6))
+        return model
+
+    found = {}
+    among_replicas = {"replicate_group": mesh["replicate"]}
+    alone = shards_of(trained(None, SHARDS))
+    for weight in alone.values():
+        dist.all_reduce(weight, group=replicate)
+        weight.div_(2)
+    local = commhooks.LocalSGD(sync_every=6)
+    averaged = shards_of(trained(local, SHARDS, **among_replicas))
+    found["local_sgd"] = max(float((averaged[name] - alone[name]).abs().max()) for name in alone)
+    diloco = commhooks.DiLoCo(sync_every=3)
+    exact = trained(diloco, None, **among_replicas)
+    found["diloco"] = _distance(exact, trained(diloco, SHARDS, **among_replicas), mesh["shard"])
+    return found
+
+
+def test_hooks_that_average_weights_between_replicas(run_ranks: Any) -> None:
+    for found in run_ranks(_averaged_weights, world_size=4):
+        assert found["local_sgd"] < 1e-6
+        assert 0 < found["diloco"] < 0.06
+
+
+def _scaled() -> list[tuple[bool, float]]:
+    """Train in float16 with a GradScaler; in the second step one gradient of the last rank is not
+    finite, in a row of the embedding. Return whether a step was taken, and the scale after it.
+    """
+    model, _ = _attached(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    optimizer = _sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    first_of_last_rank = torch.tensor(float("inf") if dist.get_rank() == 2 else 1.0)
+    steps = []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[0, 0, 0] *= first_of_last_rank if len(steps) == 1 else 1.0
+        return gradient
+
+    model.embed.register_forward_hook(lambda module, given, out: out.register_hook(spoil) and None)
+    for step in range(3):
+        optimizer.zero_grad()
+        before = shards_of(model)
+        backward(model, step, scaler.scale(torch.ones(())))
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append((not equal(shards_of(model), before), scaler.get_scale()))
+    return steps
+
+
+def test_a_grad_scaler_skips_a_step_on_all_ranks(run_ranks: Any) -> None:
+    expected = [(True, 1024.0), (False, 512.0), (True, 512.0)]
+    assert run_ranks(_scaled, world_size=3) == [expected] * 3
 
 
 def _resumed() -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map, tree_map_only
 
 import commhooks
 from commhooks import AttachError, HookConfigError, Shards
@@ -56,8 +57,38 @@ def test_a_wrong_option_is_told(options: dict[str, Any], sentence: str) -> None:
         Shards(**options)
 
 
+class SymmMemAllGather:
+    """What set_symm_mem_for_comm sets, which needs CUDA (torch 2.13)."""
+
+
 class _Float8(torch.Tensor):
-    def fsdp_pre_all_gather(self) -> None: ...
+    """As torchao's weights: a tensor around another, which chooses what FSDP2 gathers of it."""
+
+    _inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "_Float8":
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride())
+        made._inner = inner
+        return made
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> None: ...
+
+    def fsdp_post_all_gather(self, *arguments: Any) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def inner(value: Any) -> Any:
+            return value._inner if isinstance(value, cls) else value
+
+        out = func(*tree_map(inner, args), **tree_map(inner, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, out)
+
+
+def _with_float8() -> nn.Module:
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(_Float8(layer.weight.detach()))
+    return fully_shard(layer)
 
 
 def _raised(model: nn.Module, **more: Any) -> str:
@@ -85,6 +116,18 @@ def _refused() -> dict[str, str]:
     if dist.get_rank() == 1:
         model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
     found["on one rank"] = _raised(model)
+    for hook in ("int8_compress", commhooks.DiLoCo(sync_every=5)):
+        with pytest.raises(HookConfigError) as raised:
+            commhooks.attach(sharded(), hook, shards="int8")
+        found[f"one replica, {type(hook).__name__}"] = str(raised.value)
+    model = Net()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    fully_shard(model.head, mesh=alone)
+    found["several meshes"] = _raised(fully_shard(model))
+    model = sharded()
+    model.set_custom_all_gather(SymmMemAllGather())
+    found["symmetric memory"] = _raised(model)
+    found["float8"] = _raised(_with_float8())
     found["no glob"] = _warned()
     return found
 
@@ -102,6 +145,11 @@ def test_refusals_name_the_remedy(run_ranks: Any) -> None:
         "process group": "unit blocks.0 has an all-gather of its own already, ProcessGroupAlloc",
         "twice": "an earlier hook with shards (call its detach())",
         "native HSDP": "mesh of two dimensions",
+        "several meshes": "are sharded over different meshes; a hook needs one mesh",
+        "symmetric memory": "an all-gather of its own already, SymmMemAllGather: shards cannot be",
+        "float8": "unit Linear has parameters of type _Float8, which choose themselves what is",
+        "one replica, str": "hook 'int8_compress' with shards and without replicate_group",
+        "one replica, DiLoCo": "hook 'diloco' with shards and without replicate_group",
         "other units": "ranks 1 of the sharding group have other units than rank 0",
     }
     first, second = run_ranks(_refused)
@@ -137,8 +185,6 @@ def _of_other_torch() -> list[str]:
     model = sharded()
     model.set_custom_all_gather = several  # type: ignore[assignment]
     found.append(_raised(model))
-    layer = nn.Linear(4, 4, bias=False)
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Float8))
     return found
 
 

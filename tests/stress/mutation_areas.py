@@ -206,6 +206,7 @@ AREAS = {
             "codec blocks parts layout memory routes",
             (
                 "sharded/test_shards_codec",
+                "sharded/test_shards_nodes",
                 "sharded/test_shards_modes",
                 "sharded/test_shards",
             ),
@@ -215,6 +216,7 @@ AREAS = {
             "*",
             (
                 "sharded/test_shards_modes",
+                "sharded/test_shards_plan",
                 "sharded/test_shards_refusals",
                 "sharded/test_shards_streams",
                 "sharded/test_shards",

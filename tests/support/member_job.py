@@ -14,7 +14,8 @@ time after everything of three machines has arrived; "unarrived": it seems to fa
 folder when it has taken `rounds` outer steps; `stop_in_flight`: it ends while the exchange after
 so many is in flight; `load`: it begins from the file of this machine.
 `shards`: the model is sharded by fully_shard over so many of the `world` ranks; `columns`: its
-first weight by columns. `shift`: is added to a weight of the last shard.
+first weight by columns; `compressed`: what FSDP2 sends is compressed, too. `shift`: is added to a
+weight of the last shard.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ import commhooks
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.members.attempts import Attempts
 from commhooks.members.peers import Connections
 from commhooks.members.registered import Registered
@@ -144,7 +145,10 @@ def main(settings: dict) -> None:
         wait_for=settings.get("wait_for", "first"),
     )
     try:
-        hook = commhooks.attach(model, options, members=members, replicate_group=replicate_group)
+        compressed = commhooks.Shards(block_size=16) if settings.get("compressed") else None
+        hook = commhooks.attach(
+            model, options, members=members, replicate_group=replicate_group, shards=compressed
+        )
         assert hook.members is not None
         optimizer = new_optimizer(model)
         position = [0]

@@ -49,10 +49,12 @@ class Alone:
 class Members(Alone):
     """With `members="torchft"`."""
 
-    def __init__(self, *args: Any, lighthouse: str, name: str, **given: Any) -> None:
+    def __init__(
+        self, *args: Any, lighthouse: str, name: str, delay: int = 0, **given: Any
+    ) -> None:
         super().__init__(*args, **given)
         members = commhooks.Torchft(lighthouse=lighthouse, name=name, timeout_s=20)
-        config = commhooks.DiLoCo(sync_every=self.every)
+        config = commhooks.DiLoCo(sync_every=self.every, delay=delay)
         self.hook = commhooks.attach(self.model, config, members=members)
         self.last: int | None = None
 
@@ -190,13 +192,21 @@ WAYS: dict[str, type[Alone]] = {
 }
 
 
-def train(folder: str, job: str, life: str, step_s: list[float], every: int, **given: Any) -> None:
+def train(
+    folder: str,
+    job: str,
+    life: str,
+    step_s: list[float],
+    every: int,
+    width: int = 512,
+    **given: Any,
+) -> None:
     """Train as machine `given["place"]` until killed; a step takes `step_s[place]` seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     place = given.setdefault("place", int(os.environ.get("RANK", 0)))
     name = f"machine-{place}"
-    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    model = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(os.getpid())
     with open(Path(folder, f"{life}{place}.rows"), "a") as file:

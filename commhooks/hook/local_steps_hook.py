@@ -21,7 +21,7 @@ from commhooks.hook.kinds import Prepared
 from commhooks.hook.protocol import Residuals
 from commhooks.local_steps.compressor import LocalStepsCompressor
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.partner import FixedPartner, Partner
 from commhooks.local_steps.saving import RoundSaves
 from commhooks.plan import ModelPlan, SavedBy, parameter_plans, session_plan

@@ -13,8 +13,8 @@ from commhooks.gradients.layout import to_logical
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import checksums
 from commhooks.local_steps.flat_weights import layouts, packed, set_weights, write_back
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.outer_steps import OuterSteps
 
 logger = logger_of(__name__)
 

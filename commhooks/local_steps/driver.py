@@ -21,9 +21,9 @@ from commhooks.local_steps import schedule
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.common_weights import CommonWeights
 from commhooks.local_steps.events import TrainingEvents, WeightSample
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.notices import Notices, refuse_repeated_pass
 from commhooks.local_steps.outer_step import ANCHOR
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Action, Event, State
 

@@ -1,6 +1,6 @@
 """One exchange of weights, from the copy of the weights to the commit, in the order of its
 methods: `begin`, `finite`, `commit`, `write_weights`. There are three ways to call them
-(`fragments.py`):
+(`outer_steps.py`):
 
 - **at once**, while the training waits: an exchange for each buffer, of which two are under way at
   a time;

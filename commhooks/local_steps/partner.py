@@ -15,7 +15,7 @@ from commhooks.local_steps.schedule import Applied, Exchanged, Sent
 
 if TYPE_CHECKING:
     from commhooks.local_steps.common_state import CommonState
-    from commhooks.local_steps.fragments import OuterSteps
+    from commhooks.local_steps.outer_steps import OuterSteps
 
 
 @dataclass(frozen=True, kw_only=True)

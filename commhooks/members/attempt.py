@@ -2,6 +2,7 @@
 `report.py`.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ from commhooks.errors import HookConfigError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.replay import Recorder
 from commhooks.members.peers import NotConnected
 from commhooks.members.registered import Registered
@@ -83,14 +84,18 @@ class Attempt:
         text, because an exception would keep the connections open, and the others wait until they
         are closed.
         """
-        at_once = self.decision.at_once
-        failure = self._agreed(lambda: self._begin(outer, common, limit_s))
-        if not failure and at_once:
-            self.complete = True
-            failure = self._agreed(self._confirm)
-        elif not failure:
-            self.in_flight = True
-            self._follow_furthest()
+        server = self._machine.server
+        if not self.decision.at_once:
+            failure = self._agreed(lambda: self._begin(outer, common, limit_s))
+            if not failure:
+                self.in_flight = True
+                self._follow_furthest()
+            return failure
+        with contextlib.nullcontext() if server is None else server.pausing():
+            failure = self._agreed(lambda: self._begin(outer, common, limit_s))
+            if not failure:
+                self.complete = True
+                failure = self._agreed(self._confirm)
         return failure
 
     def arrive(self, deadline: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from commhooks.engine.session import ABANDONED_LIMIT_S
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.members.attempt import Attempt
 from commhooks.members.registered import Registered
 from commhooks.members.report import Decision, Report

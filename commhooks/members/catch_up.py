@@ -7,7 +7,7 @@ import time
 from commhooks.comm.collectives import gather_bytes
 from commhooks.errors import HookRunError
 from commhooks.gradients.source import GradientSource
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.replay import Record
 from commhooks.members.client import NETWORK_ERRORS
 from commhooks.members.report import Report

@@ -9,8 +9,8 @@ from commhooks.errors import log_summary
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState, Part
 from commhooks.local_steps.flat_weights import set_weights
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.members.catch_up import CatchUp
 from commhooks.members.client import NETWORK_ERRORS, NoState
 from commhooks.members.registered import Registered

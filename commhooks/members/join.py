@@ -10,10 +10,10 @@ from commhooks.comm.nodes import places_of, ranks_by_place
 from commhooks.compressors.base import Compressor
 from commhooks.errors import AttachError
 from commhooks.gradients.source import GradientSource
+from commhooks.members.machine_partner import MachinePartner
 from commhooks.members.options import Torchft
 from commhooks.members.peers import RanksOfMachine
 from commhooks.members.report import VERSION
-from commhooks.members.steps import MachinePartner
 from commhooks.members.this_machine import ThisMachine
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from commhooks.errors import HookRunError, log_summary, logger_of
 from commhooks.local_steps.driver import LocalStepsDriver
-from commhooks.members.steps import MachinePartner
+from commhooks.members.machine_partner import MachinePartner
 
 logger = logger_of(__name__)
 

@@ -4,6 +4,7 @@ by `client.py`.
 Plain HTTP. Without a secret, whoever reaches the port can read the weights.
 """
 
+import contextlib
 import functools
 import hmac
 import http.server
@@ -13,19 +14,24 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from commhooks.members.client import PIECE_BYTES, bytes_of
+from commhooks.members.client import bytes_of
 from commhooks.members.history import History
 from commhooks.members.lines import Lines
 from commhooks.members.secret import HEADER, PROOF_BYTES, Key, Refused
 from commhooks.members.watch import keep_from_children, wake
 
 _POLL_S = 0.1
+_PIECE_BYTES = 2**18
+"""Of a state, after which a transfer looks whether to pause; and how much of it may wait in the
+kernel to be sent.
+"""
+_LONGEST_PAUSE_S = 10.0
 _MOST_LINES = 100
 """About refused requests: whoever reaches the port can send them, from many addresses."""
 
@@ -87,6 +93,8 @@ class StateServer:
         self._ended = ended
         self._key = key
         self._history = history
+        self._goes_on = threading.Event()  # not set while transfers pause
+        self._goes_on.set()
         self._served: _Served | None = None
         self._lock = threading.Lock()
         self._watchers = set[socket.socket]()
@@ -122,6 +130,18 @@ class StateServer:
     def serving(self) -> bool:
         """Whether a copy of the state is in memory."""
         return self._served is not None
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Send little of the state during the body, in which the machines exchange, so that a
+        machine that comes does not hold them up. If it takes long, a piece is sent from time to
+        time, so that the reader does not give up.
+        """
+        self._goes_on.clear()
+        try:
+            yield
+        finally:
+            self._goes_on.set()
 
     def _free(self, *, only_unused: bool = False) -> None:
         with self._lock:
@@ -180,7 +200,7 @@ class StateServer:
         if content is None:
             reply.request.send_error(404)
         else:
-            reply.send(memoryview(content), history.use)
+            reply.send(memoryview(content), self._read)
 
     def _answer_state(self, reply: "_Reply", step: str, part: str) -> None:
         served = self._served
@@ -199,10 +219,13 @@ class StateServer:
         else:
             reply.request.send_error(404)
 
-    def _read(self, served: _Served) -> None:
-        served.used_at = time.monotonic()
+    def _read(self, served: _Served | None = None) -> None:
+        """Note that a piece has been read, and wait until the next one may be sent."""
+        if served is not None:
+            served.used_at = time.monotonic()
         if self._history is not None:
             self._history.use()
+        self._goes_on.wait(min(_LONGEST_PAUSE_S, self._limit_s() / 4))
 
     def _wait_for_end_of(self, connection: socket.socket) -> None:
         self._watchers.add(connection)
@@ -237,8 +260,8 @@ class _Reply:
             size += PROOF_BYTES
         request.send_header("Content-Length", str(size))
         request.end_headers()
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
+        for start in range(0, len(content), _PIECE_BYTES):
+            piece = content[start : start + _PIECE_BYTES]
             request.wfile.write(piece)
             if code is not None:
                 code.update(piece)
@@ -265,6 +288,8 @@ def _http_server(host: str, owner: StateServer) -> http.server.ThreadingHTTPServ
         def get_request(self) -> tuple[Any, Any]:
             connection, address = super().get_request()
             keep_from_children(connection)
+            if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _PIECE_BYTES)
             return connection, address
 
         def handle_error(self, *_: Any) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.partner import Due, FixedPartner
 from commhooks.local_steps.schedule import Exchanged
 from tests.support.ddp_steps import log_lines, process_group_of_one

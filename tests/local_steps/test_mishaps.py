@@ -24,7 +24,7 @@ import commhooks
 from commhooks.comm import collectives
 from commhooks.gradients import precision
 from commhooks.local_steps import flat_weights
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from tests.support import warm
 from tests.support.ddp_steps import log_lines
 from tests.support.training import Run, batch, flat
@@ -279,7 +279,7 @@ def _loads_while_a_part_is_on_its_way() -> tuple[float, int, int, int]:
         time.sleep(1.0)
     run.train(1)
     began = time.monotonic()
-    with mock.patch("commhooks.local_steps.fragments.ABANDONED_LIMIT_S", 0.1):
+    with mock.patch("commhooks.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     seconds = time.monotonic() - began
     at_load = run.hook.stats()["step"]

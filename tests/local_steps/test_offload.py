@@ -14,7 +14,7 @@ import torch
 import commhooks
 from commhooks.comm import collectives
 from commhooks.local_steps import exchange, flat_weights, offload, outer_state, outer_step
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from tests.support.cuda_stand_ins import cuda_stand_ins, storage
 from tests.support.ddp_steps import process_group_of_one
 from tests.support.models import masks

@@ -13,11 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 
 import commhooks
 from commhooks.local_steps import flat_weights, outer_step
+from commhooks.local_steps.compressor import DiLoCoCompressor
 from commhooks.local_steps.flat_weights import divided
+from commhooks.local_steps.outer_step import ANCHOR
 from commhooks.local_steps.reference import ReferenceDiLoCo
+from tests.compressors.quantized.quantized_oracle import OracleRanks
+from tests.support.simulation import SimulatedRanks
 from tests.support.training import Run, batch, flat, make_model
 
 SEVERAL = 1000  # bytes in a bucket of weights, so that there are several
@@ -144,6 +149,47 @@ def test_diloco_is_that_of_the_papers(run_ranks, wire, bound, every, parts, dela
             assert (one - other).abs().max() < bound
             assert wire == "float32" or not torch.allclose(one, other, atol=1e-6)
         assert torch.equal(ours[1], found[0][0][1])
+
+
+@pytest.mark.parametrize(
+    ("wire", "levels", "block"),
+    [
+        ("float32", 0, 1),
+        ("int8", 127, commhooks.Int8Compress().block_size),
+        ("int4", 7, commhooks.Int4Compress().block_size),
+    ],
+)
+def test_outer_steps_are_torchs_sgd_on_what_error_feedback_sends(wire, levels, block):
+    """Like other implementations of DiLoCo: torch's SGD steps a copy of the weights, and the mean
+    difference is its gradient. With a quantised wire a rank sends e + difference, rounded, and e
+    keeps the rest.
+    """
+    config = commhooks.DiLoCo(wire=wire, outer_lr=0.7, outer_momentum=0.9)
+    shared = {
+        name: torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for name, shape in {"w": (24, 40), "b": (9,)}.items()
+    }
+    ranks = SimulatedRanks(lambda: DiLoCoCompressor(config), 3, shared)
+    for state in ranks.states:
+        state[ANCHOR.key].update({name: w.flatten().clone() for name, w in shared.items()})
+    rounded = {"w": shared["w"].numel()} if levels else {}
+    feedback = OracleRanks(3, levels, block, rounded)
+    outer = torch.optim.SGD(shared.values(), lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(5):
+        trained = [
+            {name: w + 0.1 * torch.randn_like(w) for name, w in shared.items()} for _ in range(3)
+        ]
+        differences = [
+            {name: (shared[name] - w).flatten().tolist() for name, w in of_rank.items()}
+            for of_rank in trained
+        ]
+        for name, mean in feedback.step(differences).items():
+            shared[name].grad = torch.tensor(mean, dtype=torch.float64).view_as(shared[name])
+        outer.step()
+        buckets = [parameters_to_vector(of_rank.values()) for of_rank in trained]
+        assert ranks.step(buckets)
+        for bucket in buckets:
+            torch.testing.assert_close(bucket, flat(shared.values()), rtol=0, atol=1e-13)
 
 
 def _bytes_of_passes(every: int, passes: int) -> tuple[list[int], dict[str, Any], int]:

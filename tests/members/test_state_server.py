@@ -66,6 +66,23 @@ def test_the_state_arrives_and_is_freed_when_all_have_read_it(
     eventually(lambda: not served.serving)
 
 
+@pytest.mark.parametrize("limit_s", [60.0, 0.2])
+def test_a_transfer_pauses_during_an_exchange_but_not_so_long_that_the_reader_gives_up(
+    server: Callable[..., StateServer], limit_s: float
+) -> None:
+    served, state = server(limit_s), torch.arange(2.0**18)
+    served.serve(3, b"a form", [state], ["b:1"])
+    _, read = client.fetch(served.address, 3, 1.0)
+    arrived = torch.zeros_like(state)
+    reader = threading.Thread(target=read, args=(0, arrived))
+    with served.pausing():
+        reader.start()
+        reader.join(1.0)
+        assert reader.is_alive() == (limit_s == 60.0)
+    reader.join(10.0)
+    assert torch.equal(arrived, state)
+
+
 def test_a_machine_that_comes_while_another_one_reads_gets_the_same_copy(
     server: Callable[..., StateServer],
 ) -> None:

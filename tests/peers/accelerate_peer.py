@@ -51,7 +51,7 @@ class HookedAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, kwargs_handlers: Any = None, **options: Any) -> None:
         handlers = [_ours(handler) for handler in kwargs_handlers or ()]
         if not any(isinstance(handler, DistributedDataParallelKwargs) for handler in handlers):
-            handlers.append(_Recorded(hook=peer_hooks.CONFIGS[peer_hooks.NAME]))
+            handlers.append(_Recorded(hook=peer_hooks.config()))
         super().__init__(*args, kwargs_handlers=handlers, **options)
 
 

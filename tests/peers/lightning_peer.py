@@ -13,9 +13,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import peer_hooks
+import pytest
 from lightning.pytorch import strategies
 from suites import SOURCE
 
+from commhooks import LocalSGD
 from commhooks.ddp_comm_hooks import default_hooks, powerSGD_hook
 from lightning_commhooks import CommHookDDP
 
@@ -29,8 +31,14 @@ sys.modules[helper.__name__] = helper
 NAMES = {
     "fp16_compress_hook": "fp16_compress",
     "powerSGD_hook": "powerSGD",
-    "fp16_compress_wrapper.<locals>.fp16_compress_wrapper_hook": "powerSGD",
+    "float16_wire_powerSGD_hook": "powerSGD",
+    "post_localSGD_hook": "local_sgd",
 }
+TORCHRUN = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+}
+"""What torchrun tells its processes."""
 
 
 class HookedDDP(CommHookDDP):
@@ -44,7 +52,10 @@ class HookedDDP(CommHookDDP):
         model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
-        assert model_averaging_period is None, "commhooks has the hook local_sgd instead"
+        if model_averaging_period is not None:
+            start_iter = ddp_comm_state.start_localSGD_iter
+            ddp_comm_hook = LocalSGD(sync_every=model_averaging_period, start_iter=start_iter)
+            ddp_comm_state = None
         wrapper = {None: None, default_hooks.fp16_compress_wrapper: "fp16"}[ddp_comm_wrapper]
         super().__init__(ddp_comm_hook, hook_state=ddp_comm_state, wrapper=wrapper, **options)
         expected = getattr(self, "expected_ddp_comm_hook_name", None)  # the tests compare it
@@ -72,3 +83,13 @@ if peer_hooks.NAME:
     peer.default = default_hooks
     peer.powerSGD = powerSGD_hook
 globals().update({name: test for name, test in vars(peer).items() if name.startswith("test_")})
+
+
+def test_ddp_spawn_fp16_compress_comm_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts its ranks itself: from the first of ours, which is none of torchrun for it."""
+    if os.environ["RANK"] != "0":
+        pytest.skip("the first rank runs it")
+    for name in list(os.environ):
+        if name in TORCHRUN or name.startswith("TORCHELASTIC_"):
+            monkeypatch.delenv(name)
+    peer.test_ddp_spawn_fp16_compress_comm_hook(tmp_path)

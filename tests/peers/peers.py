@@ -235,12 +235,17 @@ def _outcomes(
     suite = SUITES[name]
     source = next((folder for folder in sources if suite.is_in(folder)), None)
     if source is None:
-        if wanted:
+        if wanted or not cases:
+            where = f"{' '.join(map(str, sources))} has none" if sources else "FOLDER"
             console.print(
-                f"{name} needs a checkout of {suite.repository}, with {suite.files[0]}: --source"
-                f" {' '.join(map(str, sources)) + ' has none' if sources else 'FOLDER'}"
+                f"skipped: {name} needs a checkout of {suite.repository}, with"
+                f" {', '.join(suite.files)}: --source {where}",
+                markup=False,
+                highlight=False,
             )
         return {}
+    for case, reason in suite.left_out.items():
+        console.print(f"left out: {case} ({reason})", markup=False, highlight=False)
     hooks = ("", *suite.hooks)
     return {hook: run_suite(suite, cases, source.absolute(), hook) for hook in hooks}
 

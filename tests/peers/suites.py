@@ -4,7 +4,8 @@ A module here imports the tests from the checkout and puts our hooks in place. N
 checkout is copied or changed. Which case cannot pass with a hook, and why, is in `EXPLAINED`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 SOURCE = "COMMHOOKS_PEERS_SOURCE"
@@ -21,6 +22,7 @@ class Suite:
         module: the module here that pytest runs.
         hooks: the names that the module knows.
         apart: whether each case needs processes of its own.
+        left_out: cases that are not run, and why.
     """
 
     repository: str
@@ -28,6 +30,7 @@ class Suite:
     module: str
     hooks: tuple[str, ...]
     apart: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def is_in(self, folder: Path) -> bool:
         return all((folder / file).is_file() for file in self.files)
@@ -36,6 +39,18 @@ class Suite:
 FSDP2 = "test/distributed/_composable/fsdp"
 FIXTURE = "test_fixtures/torchft.diloco_regression_test.DiLoCoMockedUpdateTest.test_diloco_mocked"
 SUITES = {
+    "accelerate_state": Suite(
+        "huggingface/accelerate",
+        ("tests/test_state_checkpointing.py",),
+        "accelerate_state_peer",
+        ("powerSGD", "int8"),
+        left_out={
+            "test_map_location": "needs a GPU",
+            "test_can_resume_training_checkpoints_relative_path": (
+                "every rank would make a folder of its own"
+            ),
+        },
+    ),
     "fsdp2": Suite(
         "pytorch/pytorch",
         (f"{FSDP2}/test_fully_shard_comm.py", f"{FSDP2}/test_fully_shard_training.py"),
@@ -57,6 +72,20 @@ SUITES = {
         ),
         "torchft_peer",
         ("diloco",),
+    ),
+    "transformers": Suite(
+        "huggingface/transformers",
+        ("tests/trainer/test_trainer_checkpointing.py", "tests/trainer/trainer_test_utils.py"),
+        "transformers_peer",
+        ("powerSGD", "int8"),
+        left_out={
+            "test_save_collator_tokenizer_by_default": "downloads",
+            "test_can_resume_training_lm": "downloads",
+            "test_multiple_peft_adapters": "downloads",
+            "test_resume_training_with_randomness": "transformers skips it",
+            "test_save_checkpoints": "counts the steps of one process",
+            "test_resume_from_interrupted_training": "counts the steps of one process",
+        },
     ),
 }
 
@@ -89,6 +118,13 @@ EXPLAINED |= {
         "test_manual_reshard_with_reshard_after_forward_false",
     )
     for hook in ("exact", "int8")
+}
+EXPLAINED |= {
+    (f"test_post_local_sgd_model_averaging{which}", "commhooks"): reason
+    for which, reason in (
+        ("", "it waits for a call of torch's averager; commhooks averages in its own exchange"),
+        ("_raises", "commhooks refuses a ZeroRedundancyOptimizer in its own words"),
+    )
 }
 EXPLAINED |= {
     (case, "powerSGD"): "it expects the exact mean, and this hook approximates"

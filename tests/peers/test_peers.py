@@ -56,6 +56,8 @@ def test_explanations_are_of_cases_that_run_and_are_in_the_documentation() -> No
         assert f"`{case.partition('[')[0].rpartition('::')[2]}`" in page
     for hook, number in Counter(hook for _, hook in peers.EXPLAINED).items():
         assert f"`{hook}` ({number})" in page
+    for suite in peers.SUITES.values():
+        assert all(f"`{case}`" in page for case in suite.left_out)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,10 @@ def test_a_suite_that_needs_a_checkout_says_so(
 ) -> None:
     assert peers.main(["torchft", "--source", str(tmp_path)]) == 2
     assert "torchft needs a checkout of meta-pytorch/torchft" in capsys.readouterr().out
+    printed = io.StringIO()
+    for name in peers.SUITES:
+        assert peers._outcomes(name, [], [], Console(file=printed, width=200), wanted=False) == {}
+        assert f"skipped: {name} needs a checkout" in printed.getvalue()
     for name, suite in peers.SUITES.items():
         assert (Path(peers.HERE) / f"{suite.module}.py").is_file(), name
     fixture = tmp_path / peers.SUITES["torchft"].files[0]

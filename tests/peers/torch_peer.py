@@ -36,7 +36,7 @@ class HookedDDP(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if not self.hooked:
-            self._attach(peer_hooks.CONFIGS[peer_hooks.NAME], None)
+            self._attach(peer_hooks.config(), None)
         return super().forward(*inputs, **named)
 
     def _attach(self, hook: Any, state: object) -> None:

@@ -45,6 +45,7 @@ ALONE = {
 }
 OVER_A_LINK = {
     "link": "--plot figures.png",
+    "members_link": "",
     "peers": "",
     "time_to_loss": "--plot figures.png",
 }

@@ -35,7 +35,7 @@ WAITS = {
     "self._mark.wait",
 }
 SETTLES = {"self.held.settle", "before"}
-"""Waits in `local_steps/fragments.py` and `exchange.py`; elsewhere they bring the counters up to
+"""Waits in `local_steps/outer_steps.py` and `exchange.py`; elsewhere they bring the counters up to
 date.
 """
 TESTS = "tests/engine/test_simulated_accelerator.py tests/sharded/test_shards_streams.py"
@@ -50,7 +50,7 @@ FIRST = {
     "gradients/fully_shard.py": "shards",
     "gradients/precision.py": "saves and mean",
     "local_steps/exchange.py": "diloco",
-    "local_steps/fragments.py": "diloco",
+    "local_steps/outer_steps.py": "diloco",
     "local_steps/outer_state.py": "diloco",
     "local_steps/offload.py": "diloco",
     "local_steps/outer_step.py": "diloco",
@@ -71,12 +71,12 @@ EXPLAINED = {
         "stream.wait_stream(torch.accelerator.current_stream(device))",
     ): "the host has waited for the copy to the device",
     (
-        "local_steps/fragments.py",
+        "local_steps/outer_steps.py",
         "prepare",
         "self.held.settle()",
     ): "machines that come and go are not simulated",
     (
-        "local_steps/fragments.py",
+        "local_steps/outer_steps.py",
         "replay",
         "self.held.settle()",
     ): "machines that come and go are not simulated",
@@ -86,7 +86,7 @@ EXPLAINED = {
         "wait_for_background(device)",
     ): "the host has waited for the outcome",
     (
-        "local_steps/fragments.py",
+        "local_steps/outer_steps.py",
         "apply",
         "wait_for_background(exchange.device)",
     ): "the host has waited for the outcome",
@@ -104,7 +104,7 @@ def places() -> Iterator[tuple[str, str, ast.AST]]:
     for file, text in sources().items():
         waits = WAITS | (
             SETTLES
-            if file.endswith(("local_steps/fragments.py", "local_steps/exchange.py"))
+            if file.endswith(("local_steps/outer_steps.py", "local_steps/exchange.py"))
             else set()
         )
         yield from ((file, *place) for place in _in(ast.parse(text), "", waits))

@@ -40,7 +40,7 @@ import commhooks
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
-from commhooks.local_steps.fragments import OuterSteps
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.members.attempts import Attempts
 from commhooks.members.peers import Connections
 from commhooks.members.registered import Registered

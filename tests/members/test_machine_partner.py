@@ -14,10 +14,10 @@ from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Exchanged, Rules
 from commhooks.members.client import Client
 from commhooks.members.history import History
+from commhooks.members.machine_partner import MachinePartner
 from commhooks.members.numbers import Numbers
 from commhooks.members.report import Report
 from commhooks.members.round_end import RoundEnd
-from commhooks.members.steps import MachinePartner
 
 OTHER = Report(
     id="b:1",
@@ -54,6 +54,7 @@ class Machine:
         )
         vars(machine).update(
             store="",
+            server=None,
             ranks=ranks,
             connections=connections,
             lines=mock.Mock(),

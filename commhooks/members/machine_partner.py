@@ -12,8 +12,8 @@ from commhooks.comm.nodes import Nodes
 from commhooks.errors import AttachError, HookRunError
 from commhooks.gradients.source import GradientSource
 from commhooks.local_steps.common_state import CommonState
-from commhooks.local_steps.fragments import OuterSteps
 from commhooks.local_steps.outer_step import ANCHOR, MOMENTUM
+from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.partner import Due
 from commhooks.local_steps.schedule import Applied, Exchanged, Sent
 from commhooks.members.attempts import Attempts
@@ -128,7 +128,10 @@ class MachinePartner:
         return 1 if self._machine.ranks.alone else max(1, passes // _LOOKS)
 
     def another_is_done(self) -> bool:
-        over, ranks = self._machine.round_end.is_over(self.attempts.point), self._machine.ranks
+        numbers, ranks = self._machine.numbers, self._machine.ranks
+        weight = 1.0 if numbers.weight is None else numbers.weight
+        with numbers.waiting():
+            over = self._machine.round_end.ends_here(self.attempts.point, weight)
         return over if ranks.alone else not ranks.all_agree(not over)
 
     def _tell(self, machines: Sequence[Report]) -> None:

@@ -1,0 +1,200 @@
+"""Machines that come and go over a slow link: what does a machine that joins cost the others, and
+what does `delay` save?
+
+    sudo python benchmarks/members_link.py [--rate 10mbit] [--width 9500] [--every 50] [--delay 25]
+                                          [--jobs joining delay]
+
+Two machines of one process train over a switch (limited_link.py), each in a namespace whose link
+has --rate, with rounds of --every steps of --step-ms, most of which is sleep. After --rounds rounds
+a third machine comes, and takes the state of one of them: weights, momentum and the two moments of
+AdamW. Then two machines train with `delay`. The rounds of --every steps without any exchange are
+as long as a machine needs alone.
+
+  round   its length in seconds: median, least and most
+  alone   the same as a share of what a machine needs alone
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import Row, machine, number, parse, parser, report
+from limited_link import SUBNET, Switch
+
+SCRIPT = Path(__file__).with_name("members_training.py")
+LIMIT_S = 300.0
+PORT = 29510
+JOBS = ["joining", "delay"]
+
+
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--rate", default="10mbit")
+    made.add_argument("--width", type=int, default=9500, help="of the hidden layer")
+    made.add_argument("--every", type=int, default=50, help="steps of a round")
+    made.add_argument("--delay", type=int, default=25)
+    made.add_argument("--step-ms", type=float, default=100)
+    made.add_argument("--rounds", type=int, default=8)
+    made.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    return made
+
+
+def main() -> None:
+    quick = {"rate": "200mbit", "width": 64, "every": 10, "step_ms": 20, "rounds": 1}
+    args = parse(arguments(), jobs=["joining"], **quick)
+    at = machine()
+    rows = _of(args, "alone", 1)
+    if "joining" in args.jobs:
+        rows += _of(args, "members", 2, comes=True)
+    if "delay" in args.jobs:
+        rows += _of(args, "members", 2, delay=args.delay)
+    alone = rows[0]["median_s"]
+    for row in rows:
+        row["per_cent"] = 100 * alone / row["median_s"]
+    columns = {
+        "rounds": number("what"),
+        "number": number("rounds"),
+        "round": lambda row: "{median_s:.2f} s ({least_s:.2f} to {most_s:.2f})".format(**row),
+        "alone": number("per_cent", "{:.1f} %"),
+    }
+    state_mb = 4 * 267 * args.width / 1e6
+    title = f"{args.rate}, weights of {state_mb:.1f} MB, rounds of {args.every} steps"
+    report("members_link", title, args, at, rows, columns)
+
+
+def _of(
+    args: argparse.Namespace, job: str, machines: int, *, delay: int = 0, comes: bool = False
+) -> list[Row]:
+    """Let machines train, and return rows of the table."""
+    given = {"job": job, "every": args.every, "width": args.width, "delay": delay}
+    given["step_s"] = [args.step_ms / 1e3] * (machines + 1)
+    with tempfile.TemporaryDirectory() as folder, Switch(machines + comes) as link:
+        link.limit(args.rate)
+        with Training(link, Path(folder), given) as training:
+            for place in range(machines):
+                training.start(place)
+            # in the first rounds they meet
+            together = training.wait_for(lambda: training.first_with(machines) or None)
+            training.wait_for(lambda: training.count(together) > args.rounds or None)
+            before = training.lengths(together)[: args.rounds]
+            label = job if not delay else f"{job}, delay={delay}"
+            rows = [_row(label, before)]
+            if comes:
+                began = time.time()
+                training.start(machines)
+                ready = training.wait_for(lambda: training.ready(machines))
+                joined = training.wait_for(lambda: training.first_with(machines + 1))
+                rows.append(_row(f"{job}, one reads", training.lengths(ready, joined)))
+                print(f"it has joined after {joined - began:.1f} s", file=sys.stderr)
+    return rows
+
+
+def _row(what: str, lengths: list[float]) -> Row:
+    return {
+        "what": what,
+        "rounds": len(lengths),
+        "median_s": statistics.median(lengths),
+        "least_s": min(lengths),
+        "most_s": max(lengths),
+    }
+
+
+class Training:
+    """Machines, each in its namespace, and the lighthouse in the first one."""
+
+    def __init__(self, link: Switch, folder: Path, given: Row) -> None:
+        self.link, self.folder, self.given = link, folder, given
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.lighthouse: Any = None
+
+    def __enter__(self) -> "Training":
+        os.environ["RUST_LOG"] = "error"  # read when it is imported
+        from torchft.coordination import LighthouseServer
+
+        def serve() -> None:
+            self.lighthouse = LighthouseServer(f"0.0.0.0:{PORT}", 1, join_timeout_ms=60_000)
+
+        self._inside(0, serve)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.lighthouse.shutdown()
+
+    def _inside(self, place: int, do: Callable[[], None]) -> None:
+        """Do it in a thread in the namespace of a machine; what it starts stays there."""
+
+        def run() -> None:
+            self.link.enter(place)
+            do()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    def start(self, place: int) -> None:
+        given = self.given | {
+            "folder": str(self.folder),
+            "life": "",
+            "place": place,
+            "lighthouse": f"http://{SUBNET}.1:{PORT}",
+        }
+        more = {"GLOO_SOCKET_IFNAME": self.link.interfaces[place], "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{place}.log").open("ab") as file:
+            output: Any = {"stdout": file, "stderr": file}
+            command = [sys.executable, str(SCRIPT), json.dumps(given)]
+
+            def run() -> None:
+                self.processes.append(subprocess.Popen(command, env=os.environ | more, **output))
+
+            self._inside(place, run)
+
+    def rows(self, place: int) -> list[Row]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.folder / f"{place}.rows").read_text().split("\n")[:-1]
+            return [json.loads(line) for line in lines]
+        return []
+
+    def ready(self, place: int) -> float | None:
+        return next((row["time"] for row in self.rows(place)), None)
+
+    def first_with(self, machines: int) -> float | None:
+        """Return when the first machine has first ended a round with so many."""
+        rows = self.rows(0)
+        return next((row["time"] for row in rows if row.get("members") == machines), None)
+
+    def count(self, since: float) -> int:
+        return len(self.lengths(since))
+
+    def lengths(self, since: float, until: float = float("inf")) -> list[float]:
+        """Return the length of each round of the first machine that lies in this time."""
+        times = [row["time"] for row in self.rows(0) if "step" in row]
+        times = [when for when in times if since <= when <= until]
+        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+    def wait_for(self, get: Callable[[], Any]) -> Any:
+        """Return the first result that is not None."""
+        deadline = time.monotonic() + LIMIT_S
+        while (result := get()) is None:
+            ended = [process for process in self.processes if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                logs = "".join(log.read_text()[-2000:] for log in self.folder.glob("*.log"))
+                raise SystemExit(f"a machine has ended, or it took too long:\n{logs}")
+            time.sleep(0.05)
+        return result
+
+
+if __name__ == "__main__":
+    main()

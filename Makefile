@@ -50,7 +50,7 @@ test-waits: $(READY)
 # Triton's kernels in Triton's interpreter. Installs Triton, 1 GB, which `make test` does without.
 test-triton: $(READY)
 	@$(PY) -c "import triton" 2>/dev/null || $(PY) -m pip install triton
-	@$(CLEAN) -m pytest tests/compressors/quantized/test_triton_bits.py $(ARGS)
+	@$(CLEAN) -m pytest tests/compressors/quantized/test_triton_bits.py tests/sharded/test_shards_triton.py $(ARGS)
 
 # Tests that ship inside torch and Accelerate, with our hooks and beside them without: some 10 minutes.
 # make test-peers ARGS="torch"; others from a checkout: make test-peers ARGS="torchft --source /path/to/torchft"

@@ -54,6 +54,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def plot_file(doc: str | None) -> Path:
+    """Parse the only argument of a benchmark that draws: the picture."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--plot", type=Path, metavar="PNG", required=True)
+    file: Path = made.parse_args().plot
+    return file
+
+
 def parse(made: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     """Parse the command line. `quick`: other defaults for --quick."""
     if made.parse_known_args()[0].quick:

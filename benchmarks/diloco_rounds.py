@@ -6,9 +6,10 @@ exchange weights.
 Above, plain DDP: an exchange in every step. Below, DiLoCo: one exchange per round, of fewer bytes.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
+
+import common
 
 STEPS = 5  # in a round
 GRADIENTS, WEIGHTS = 2.6, 0.9  # how long an exchange takes; a step takes 1
@@ -64,8 +65,4 @@ def draw(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--plot", type=Path, metavar="PNG", required=True)
-    draw(arguments.parse_args().plot)
+    draw(common.plot_file(__doc__))

@@ -24,16 +24,16 @@ import torch.distributed as dist
 from common import Row, machine, number, parse, parser, report
 from models import GPT2, TASKS, GPTBlock
 
-from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.request import HookRequest
-from commhooks.sharded.codec import Codec
 from commhooks.sharded.gather import Finishing, GatherWeights
-from commhooks.sharded.layout import UnitParameter, row_layout
-from commhooks.sharded.memory import Memory
+from commhooks.sharded.layout import UnitParameter
+from commhooks.sharded.options import Shards
 from commhooks.sharded.passes import Passes
 from commhooks.sharded.routes import Direct
 from commhooks.sharded.scatter import ScatterGradients
 from commhooks.sharded.traffic import Traffic
+from commhooks.sharded.unit_codecs import UnitCodecs
+from commhooks.sharded.units import UnitLayout
 from tests.support.dispatched import Dispatched
 from tests.support.local_driver import LocalDriver
 
@@ -130,14 +130,23 @@ def count_shards(shapes: Shapes, form: str, ranks: int) -> dict[str, Row]:
         UnitParameter((str(i),), shape, real, real, real, -(-math.prod(shape) // ranks))
         for i, shape in enumerate(shapes)
     ]
-    layout = row_layout(parameters, [real] * len(parameters), form, BlockCode(8, 128), ())
-    assert layout is not None
-    codec = Codec(layout, Memory(META), rows=ranks, native=False)
+    codecs = UnitCodecs(
+        Shards(weights=form, gradients=form),
+        [UnitLayout("unit", tuple(parameters), gathers=1)],
+        META,
+        ranks=ranks,
+        nodes=ranks,
+        native=False,
+    )
+    ((for_weights, for_gradients),) = codecs.codecs
+    assert for_weights is not None
     traffic = Traffic()
     route: Any = Unsent(ranks, ranks // 2, traffic)
-    gather = GatherWeights("unit", ranks, codec, route, Memory(META), traffic)
-    scatter = ScatterGradients("unit", codec, route, Memory(META), Passes(), traffic, logs=False)
-    whole = torch.empty(ranks * layout.numel, device=META)
+    gather = GatherWeights("unit", ranks, for_weights, route, codecs.gathered, traffic)
+    scatter = ScatterGradients(
+        "unit", for_gradients, route, codecs.scattered, Passes(), traffic, logs=False
+    )
+    whole = torch.empty(ranks * for_weights.layout.numel, device=META)
     row = whole.view(ranks, -1)[ranks // 2]
     group: Any = Ranks(ranks)
     counted = {}

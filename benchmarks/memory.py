@@ -179,8 +179,6 @@ def main() -> None:
         candidates += [
             (f"powersgd-{rank}", f"powersgd-{rank}", 2),
             (f"powersgd-{rank} from 0", f"powersgd-{rank}", 0),
-        ]
-        candidates += [
             (f"torch-{rank}", f"torch-{rank}", 2),
         ]
     if args.quick:

@@ -4,10 +4,9 @@
     python benchmarks/shards_traffic.py --plot shards_traffic.png
 """
 
-import argparse
 from pathlib import Path
 
-import common  # noqa: F401  (finds commhooks)
+import common
 
 from commhooks.tools.step_cost import SHARDINGS, Cluster, sharded_exchange
 
@@ -18,7 +17,7 @@ MACHINES = (
     (8, 8, "8 machines of 8 GPUs"),
 )
 NAMES = {"fully_shard": "FSDP2 alone"}
-GATHERED, SCATTERED, GREY = "#9db8ee", "#1d4ed8", "#555555"
+GATHERED, SCATTERED = "#9db8ee", "#1d4ed8"
 
 
 def draw(file: Path) -> None:
@@ -56,8 +55,4 @@ def draw(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--plot", type=Path, metavar="PNG", required=True)
-    draw(arguments.parse_args().plot)
+    draw(common.plot_file(__doc__))

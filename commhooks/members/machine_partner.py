@@ -129,9 +129,8 @@ class MachinePartner:
 
     def another_is_done(self) -> bool:
         numbers, ranks = self._machine.numbers, self._machine.ranks
-        weight = 1.0 if numbers.weight is None else numbers.weight
         with numbers.waiting():
-            over = self._machine.round_end.ends_here(self.attempts.point, weight)
+            over = self._machine.round_end.ends_here(self.attempts.point, numbers.weight)
         return over if ranks.alone else not ranks.all_agree(not over)
 
     def _tell(self, machines: Sequence[Report]) -> None:

@@ -52,10 +52,10 @@ class RoundEnd:
         self._began = self._looked_at = self._clock()
         self._expected_s = self._lasted_s.pop(round % 2, None)
 
-    def ends_here(self, round: int, weight: float) -> bool:
+    def ends_here(self, round: int, weight: float | None) -> bool:
         """Return whether another machine has done its part of `round`, in which this one is between
         two steps. May wait for it, once in a round and no longer than this machine's latest step.
-        `weight`: of this machine in the mean, 0 to 1.
+        `weight`: of this machine in the mean, 0 to 1; None: not known, and it does not wait.
         """
         step_s = self._clock() - self._looked_at
         if not self.is_over(round) and self._waits(step_s, weight):
@@ -66,11 +66,11 @@ class RoundEnd:
             self._lasted_s[round % 2] = self._heard_at - self._began
         return self.is_over(round)
 
-    def _waits(self, step_s: float, weight: float) -> bool:
+    def _waits(self, step_s: float, weight: float | None) -> bool:
         """Return whether to wait for the end loses less work than another step, which ends after
         it: this machine loses the seconds that are left, and the others the rest of the step.
         """
-        if self._expected_s is None:
+        if self._expected_s is None or weight is None:
             return False
         left_s = self._began + self._expected_s - self._clock()
         return weight * left_s < (1 - weight) * (step_s - left_s)

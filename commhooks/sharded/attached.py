@@ -13,18 +13,17 @@ from commhooks.comm.collectives import (
     on_all_shards,
 )
 from commhooks.comm.nodes import Nodes, find_nodes
-from commhooks.compressors.native import library
-from commhooks.compressors.quantized.kernels import results_of
-from commhooks.errors import AttachError, HookConfigError, listed
-from commhooks.gradients import precision
+from commhooks.errors import AttachError, listed
 from commhooks.sharded.codec import Codec
 from commhooks.sharded.gather import GatherWeights
+from commhooks.sharded.layout import COMPRESSED_DTYPES
+from commhooks.sharded.native import check_native
 from commhooks.sharded.options import Shards
 from commhooks.sharded.passes import Passes
 from commhooks.sharded.routes import BetweenNodes, Direct, Route
 from commhooks.sharded.scatter import ScatterGradients
 from commhooks.sharded.traffic import Traffic
-from commhooks.sharded.unit_codecs import UnitCodecs
+from commhooks.sharded.unit_codecs import UnitCodecs, code_of
 from commhooks.sharded.units import Unit, units_of
 
 
@@ -56,7 +55,7 @@ class AttachedShards:
         self.passes.ends.append(self.traffic.end_step)
         units, _ = on_all_shards(lambda: units_of(model), [], group, device, AttachError)
         _compare(units, group, device)
-        native, self.slower = _kernel(device)
+        native, self.slower = check_native(device, _dtypes(units), code_of(options))
         nodes = find_nodes(options.ranks_per_node, group, device)
         self.codecs = UnitCodecs(
             options,
@@ -131,13 +130,11 @@ def _set(unit: Unit, gather: Any, scatter: Any) -> None:
         module.set_custom_reduce_scatter(scatter)
 
 
-def _kernel(device: torch.device) -> tuple[bool, str]:
-    if not precision.is_host_readable(device):
-        return False, ""
-    try:
-        return library.build(device, results_of) != "", ""
-    except HookConfigError as error:
-        return False, str(error)
+def _dtypes(units: list[Unit]) -> list[torch.dtype]:
+    """Return the dtypes of rows that may be compressed."""
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    dtypes = {p.gathered_dtype for p in parameters} | {p.reduced_dtype for p in parameters}
+    return [dtype for dtype in COMPRESSED_DTYPES if dtype in dtypes]
 
 
 def _compare(units: list[Unit], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.gradients.precision import compute_dtype
 from commhooks.sharded.layout import Piece
 from commhooks.sharded.memory import Memory
-from commhooks.sharded.parts import Weigh, aligned, together
+from commhooks.sharded.parts import Part, Weigh, aligned, together
 
 
 class Blocks:
@@ -39,6 +39,12 @@ class Blocks:
 
     def codes(self, sections: torch.Tensor) -> torch.Tensor:
         return sections[:, self.codes_at :].unflatten(1, (-1, self.code.block_bytes))
+
+
+NewBlocks = Callable[[Sequence[Piece], BlockCode, torch.dtype, Memory, int], Part]
+"""Makes a kernel of pieces, a code, the dtype of the rows, memory for copies of them, and how many
+rows a collective has at most.
+"""
 
 
 class TorchBlocks(Blocks):
@@ -121,7 +127,12 @@ class NativeBlocks(Blocks):
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], code: BlockCode, dtype: torch.dtype, scratch: Memory
+        self,
+        pieces: Sequence[Piece],
+        code: BlockCode,
+        dtype: torch.dtype,
+        scratch: Memory,
+        rows: int,
     ) -> None:
         super().__init__(pieces, code, dtype, scratch)
         self._copies = dtype != self.real

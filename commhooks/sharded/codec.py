@@ -11,9 +11,10 @@ import itertools
 
 import torch
 
-from commhooks.sharded.blocks import NativeBlocks, TorchBlocks
+from commhooks.sharded.blocks import NewBlocks, TorchBlocks
 from commhooks.sharded.layout import RowLayout
 from commhooks.sharded.memory import Memory
+from commhooks.sharded.native import native_blocks
 from commhooks.sharded.parts import Part, PlainPart, Weigh, aligned
 
 
@@ -23,7 +24,7 @@ class Codec:
     Args:
         scratch: memory for copies of rows.
         rows: the number of rows in a collective, at most.
-        native: compute with the C kernel, on the CPU.
+        native: compute with the kernel of `check_native`.
     """
 
     def __init__(self, layout: RowLayout, scratch: Memory, *, rows: int, native: bool) -> None:
@@ -34,11 +35,9 @@ class Codec:
         if layout.form == "bf16":
             wire = torch.bfloat16
             self._parts.append(PlainPart(layout.compressed, dtype, wire, rows, device))
-        elif native:
-            self._parts.append(NativeBlocks(layout.compressed, layout.code, dtype, scratch))
         else:
-            blocks = TorchBlocks(layout.compressed, layout.code, dtype, scratch, rows)
-            self._parts.append(blocks)
+            blocks: NewBlocks = native_blocks(device) if native else TorchBlocks
+            self._parts.append(blocks(layout.compressed, layout.code, dtype, scratch, rows))
         if layout.exact:
             self._parts.append(PlainPart(layout.exact, dtype, dtype, rows, device))
         sizes = [aligned(part.nbytes) for part in self._parts]

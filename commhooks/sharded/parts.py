@@ -1,6 +1,7 @@
 """Parts of a row that are encoded alike, and their section of a message."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,8 +16,23 @@ _ALIGNMENT = 8
 _AT_ONCE = 64 * 2**20
 """Bytes of numbers that are computed at once on an accelerator."""
 
-Weigh = Callable[[torch.Tensor], torch.Tensor]
-"""Multiplies or divides a tensor in place, as the reduction demands, and returns it."""
+
+@dataclass(frozen=True)
+class Weigh:
+    """Divides a tensor in place by `divisor` and multiplies it by `factor`, as the reduction
+    demands, and returns it.
+    """
+
+    divisor: int = 1
+    factor: float = 1.0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.divisor != 1:
+            # A tensor, because on CUDA torch multiplies by the reciprocal of a Python number.
+            tensor.div_(tensor.new_full((), self.divisor))
+        if self.factor != 1.0:
+            tensor.mul_(self.factor)
+        return tensor
 
 
 def aligned(size: int) -> int:

@@ -147,12 +147,10 @@ def weighing(op: Any, ranks: int) -> Weigh:
     PREMUL_SUM multiplies. Raises HookRunError for an `op` that is no sum.
     """
     if op == dist.ReduceOp.SUM:
-        return lambda tensor: tensor
+        return Weigh()
     if op == dist.ReduceOp.AVG:
-        # A tensor, because on CUDA torch multiplies by the reciprocal of a Python number.
-        return lambda tensor: tensor.div_(tensor.new_full((), ranks))
+        return Weigh(divisor=ranks)
     if op == dist.ReduceOp.PREMUL_SUM:
         # set_gradient_divide_factor. Pickling is the public way to the factor (torch 2.13).
-        factor = op.__getstate__()[1]
-        return lambda tensor: tensor.mul_(factor)
+        return Weigh(factor=op.__getstate__()[1])
     raise HookRunError(f"fully_shard reduces by {op}; expected SUM, AVG or PREMUL_SUM")

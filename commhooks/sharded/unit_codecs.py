@@ -98,8 +98,12 @@ class UnitCodecs:
         return Codec(layout, self.copies, rows=self.ranks, native=self.native)
 
 
+def code_of(options: Shards) -> BlockCode:
+    return BlockCode(8, options.block_size)
+
+
 def _rows_of(unit: UnitLayout, options: Shards) -> Rows:
-    code = BlockCode(8, options.block_size)
+    code = code_of(options)
 
     def layout(
         parameters: Sequence[UnitParameter], dtypes: list[torch.dtype], form: str | None

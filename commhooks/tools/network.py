@@ -109,10 +109,7 @@ def measure(
     cuda = torch.device("cuda")
     on_gpu = torch.cuda.is_available() and backend_of(group, cuda).startswith("nccl")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    machines = ranks_by_place(places_of(group, device))
-    hosts = [place.partition(" ")[0] for place in machines]  # two launchers may run on one host
-    if len({*hosts}) == len(hosts):
-        machines = dict(zip(hosts, machines.values(), strict=True))
+    machines = _machines(group, device)
     before = sent_bytes()
     link = measure_link(group, device)
     pairs = measure_pairs(pairs_to_measure(list(machines.values())), group, device)
@@ -143,6 +140,17 @@ def measure(
         step_ms=step_ms,
         took_s=time.perf_counter() - began,
     )
+
+
+def _machines(group: dist.ProcessGroup, device: torch.device) -> dict[str, list[int]]:
+    """Return the ranks of each machine, by its host, or by host and launcher if two of them run on
+    one host.
+    """
+    machines = ranks_by_place(places_of(group, device))
+    hosts = [place.partition(" ")[0] for place in machines]
+    if len({*hosts}) == len(hosts):
+        return dict(zip(hosts, machines.values(), strict=True))
+    return machines
 
 
 # ---- all ranks together

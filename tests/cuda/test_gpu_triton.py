@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.compressors.quantized.kernels import TorchKernel
 from commhooks.compressors.quantized.mean import BlockCode
+from commhooks.sharded.blocks import TorchBlocks
 from tests.cuda.places import NCCL, entered
 from tests.support.kernels import computing_with
 from tests.support.models import same_bits
@@ -30,6 +31,21 @@ def test_the_bits_are_those_of_torch(code: BlockCode, dtype: torch.dtype, ranks:
     results = [
         triton_kernel.results_of(kernel, device, dtype, code, ranks)
         for kernel in (TorchKernel, triton_kernel.TritonKernel)
+    ]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
+)
+@pytest.mark.parametrize("block_size", [16, 48, 128, 2**14])
+def test_the_bits_of_shards_are_those_of_torch(block_size: int, dtype: torch.dtype) -> None:
+    triton_kernel: Any = pytest.importorskip("commhooks.sharded.triton_kernel")
+    device = torch.device("cuda", 0)
+    code = BlockCode(8, block_size)
+    results = [
+        triton_kernel.results_of(kernel, device, dtype, code)
+        for kernel in (TorchBlocks, triton_kernel.TritonBlocks)
     ]
     assert results[0] == results[1]
 

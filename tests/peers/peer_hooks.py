@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks import AllReduce, CommHook, FP16Compress, HookConfig, Int8Compress, PowerSGD
+from commhooks import AllReduce, CommHook, DiLoCo, FP16Compress, HookConfig, Int8Compress, PowerSGD
 
 CONFIGS: dict[str, HookConfig] = {
     "allreduce": AllReduce(),
@@ -19,7 +19,11 @@ CONFIGS: dict[str, HookConfig] = {
         matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
     ),
 }
-STATEFUL: dict[str, HookConfig] = {"powerSGD": CONFIGS["powerSGD"], "int8": Int8Compress()}
+STATEFUL: dict[str, HookConfig] = {
+    "powerSGD": CONFIGS["powerSGD"],
+    "int8": Int8Compress(),
+    "diloco": DiLoCo(sync_every=3),
+}
 """For tests of saving and loading."""
 HOOK, RECORD = "COMMHOOKS_PEERS_HOOK", "COMMHOOKS_PEERS_RECORD"
 

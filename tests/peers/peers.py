@@ -114,8 +114,10 @@ def run_suite(
 
 def outcome_of(case: str, output: str, timed_out: bool) -> str:
     """Return the worst outcome of a case on any rank, which pytest -rA prints."""
-    # pytest 9 counts a case as passed if only some of its `subTest` have failed.
-    of_case = rf"^(PASSED|FAILED|SUBFAILED|ERROR)\b.*{re.escape(case)}(?=\s|$)"
+    # pytest 9 counts a case as passed if only some of its `subTest` have failed. Both ranks write
+    # to one file, and a line may follow another without a line break.
+    word = "PASSED|FAILED|SUBFAILED|ERROR"
+    of_case = rf"({word})\b(?:(?!{word}).)*{re.escape(case)}(?=\s|$|{word})"
     words = set(re.findall(of_case, output, re.M))
     if words - {"PASSED"}:
         return "failed"

@@ -65,6 +65,7 @@ def test_explanations_are_of_cases_that_run_and_are_in_the_documentation() -> No
     [
         ("PASSED a_peer.py::test_x[1]\nPASSED a_peer.py::test_x[1]", False, "passed"),
         ("PASSED a_peer.py::test_x[1]\nFAILED a_peer.py::test_x[1] - assert", False, "failed"),
+        ("PASSED a_peer.py::test_x[1]FAILED a_peer.py::test_x[1] - a", False, "failed"),
         ("ERROR a_peer.py::test_x[1]\nPASSED a_peer.py::test_x[1]", True, "failed"),
         ("SUBFAILED(a=1) a_peer.py::test_x[1] - a\nPASSED a_peer.py::test_x[1]", False, "failed"),
         ("PASSED a_peer.py::test_x[10]", True, "timed out"),

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comm.collectives import REDUCE_SCATTER, Send
-from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.sharded import routes
-from commhooks.sharded.codec import Codec
 from commhooks.sharded.gather import GatherWeights
-from commhooks.sharded.layout import UnitParameter, row_layout
-from commhooks.sharded.memory import Memory
+from commhooks.sharded.layout import UnitParameter
+from commhooks.sharded.options import Shards
 from commhooks.sharded.passes import Passes
 from commhooks.sharded.routes import BetweenNodes, Direct, Route
 from commhooks.sharded.scatter import ScatterGradients
 from commhooks.sharded.traffic import Traffic
+from commhooks.sharded.unit_codecs import UnitCodecs
+from commhooks.sharded.units import UnitLayout
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,17 @@ class Rank:
     def __init__(self, links: Links, rank: int, numel: int, *, between_nodes: bool) -> None:
         self.rank = rank
         self.group: Any = Group(range(links.ranks), rank)
-        device = torch.device("cpu")
+        real = torch.float32
+        weight = UnitParameter(("w",), (links.ranks, numel), real, real, real, numel)
+        codecs = UnitCodecs(
+            Shards(),
+            [UnitLayout("unit", (weight,), gathers=1)],
+            torch.device("cpu"),
+            ranks=links.ranks,
+            nodes=len(links.machines) if between_nodes else links.ranks,
+            native=False,
+        )
+        ((for_weights, for_gradients),) = codecs.codecs
         traffic = Traffic()
         route: Route = Direct(links.ranks, rank, traffic)
         if between_nodes:
@@ -132,23 +142,12 @@ class Rank:
                 intra_node=Group(links.machines[machine], rank),
                 inter_node=Group(peers, rank),
             )
-            grouped = Memory(device)
-            grouped.reserve(links.ranks * numel * 4)
-            route = BetweenNodes(nodes, self.group, grouped, traffic)
-        weight = UnitParameter(
-            ("w",), (links.ranks, numel), torch.float32, torch.float32, torch.float32, numel
+            route = BetweenNodes(nodes, self.group, codecs.grouped, traffic)
+        self._gather = GatherWeights(
+            "unit", links.ranks, for_weights, route, codecs.gathered, traffic
         )
-        layout = row_layout([weight], [torch.float32], "int8", BlockCode(8, 128), ())
-        assert layout is not None
-        codec = Codec(layout, Memory(device), rows=links.ranks, native=False)
-        self.message_bytes = codec.message_bytes
-        gathered = Memory(device)
-        gathered.reserve(links.ranks * codec.message_bytes)
-        scattered = Memory(device)
-        scattered.reserve(2 * route.peers * codec.message_bytes)
-        self._gather = GatherWeights("unit", links.ranks, codec, route, gathered, traffic)
         self._scatter = ScatterGradients(
-            "unit", codec, route, scattered, Passes(), traffic, logs=False
+            "unit", for_gradients, route, codecs.scattered, Passes(), traffic, logs=False
         )
 
     def gather(self, weights: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ EVEN = (((24, 20), (24,)), ((32, 16), (8, 4, 5)), ((16, 40),))
 SPECIAL = {
     # gloo itself refuses PREMUL_SUM; every unit is compressed
     "PREMUL_SUM": [Case(3, 2, UNITS, divide=3.0), Case(4, 2, UNITS, "bf16", divide=2.0)],
+    "SUM": [Case(12, 2, UNITS, force_sum=True), Case(13, 2, UNITS, "bf16", force_sum=True)],
     "accumulated": [Case(5, 2, UNITS, "bf16, float32 sums", accumulated=2, reshard=False)],
     "a frozen unit": [Case(10, 2, UNITS, frozen=((2, 0), (1, 1)))],
     "by columns": [Case(11, 2, UNITS, columns=((0, 0), (3, 0)))],

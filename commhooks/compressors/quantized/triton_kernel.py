@@ -31,7 +31,7 @@ from commhooks.gradients.layout import Slot, bytes_of
 from commhooks.gradients.loss_scale import LossScale, is_one
 from commhooks.gradients.precision import compute_dtype
 
-_TILE = 2048
+TILE = 2048
 """Elements per program, or more if a block has more."""
 _ROUNDED = {"enable_fp_fusion": False}
 """Launch options: no multiplication is fused with an addition, because torch rounds both."""
@@ -41,7 +41,7 @@ _ROUNDED = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _divided(x, y):  # type: ignore[no-untyped-def]
+def divided(x, y):  # type: ignore[no-untyped-def]
     if x.dtype == tl.float64:
         return x / y
     else:
@@ -61,7 +61,7 @@ def _rounded(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     if BITS == 8:
         return codes.to(tl.int8, bitcast=True).to(real) * scale
     else:
@@ -69,7 +69,7 @@ def _decoded(codes, scale, j, real: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def _scales_of(  # type: ignore[no-untyped-def]
+def scales_of(  # type: ignore[no-untyped-def]
     x,
     real: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -83,19 +83,51 @@ def _scales_of(  # type: ignore[no-untyped-def]
     integer: tl.constexpr = tl.int64 if real == tl.float64 else tl.int32
     top = tl.max(tl.max(tl.abs(x).to(integer, bitcast=True), 2), 1).to(real, bitcast=True)
     levels = tl.full((ROWS,), LEVELS, real)
-    scale = tl.where(top < float("inf"), _divided(top, levels), float("nan"))
+    scale = tl.where(top < float("inf"), divided(top, levels), float("nan"))
     most = tl.full((ROWS,), MOST, real)
     scale = tl.where(scale > most, most, scale)
     return tl.where(scale < tl.full((ROWS,), TINY, real), 0.0, scale)
 
 
 @triton.jit
-def _integers_of(x, scale, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def integers_of(x, scale, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return round(x / scale), clamped to LEVELS; 0 where the scale is 0, LEVELS for NaN."""
-    whole = _divided(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
+    whole = divided(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
     # also turns NaN into LEVELS, so that it has a code
     whole = tl.where(whole < LEVELS, whole, LEVELS)
     return _rounded(tl.where(whole > -LEVELS, whole, -LEVELS))
+
+
+@triton.jit
+def _block_elements(  # type: ignore[no-untyped-def]
+    blocks,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return the blocks of this program (ROWS), whether each exists, and the places of its elements
+    in the block (1 x PARTS x PADDED), with whether each exists. A block is PARTS x WIDTH numbers: a
+    byte has a code of each part.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < blocks
+    column = tl.arange(0, PADDED)[None, None, :]
+    j = tl.arange(0, 8 // BITS)[None, :, None] * WIDTH + column
+    return row, there, j, there[:, None, None] & (column < WIDTH)
+
+
+@triton.jit
+def put_codes(codes, whole, to, there, BITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the integers of blocks (ROWS x PARTS x PADDED), a row of WIDTH bytes at `to` for each
+    block that is `there`.
+    """
+    code = whole.to(tl.int32)
+    if BITS == 4:
+        code = (code + 8) << (tl.arange(0, 8 // BITS)[None, :, None] * 4)
+    byte = (tl.sum(code, 1) & 255).to(tl.uint8)
+    column = tl.arange(0, byte.shape[1])[None, :]
+    tl.store(codes + to[:, None] + column, byte, there[:, None] & (column < WIDTH))
 
 
 @triton.jit(do_not_specialize=["blocks", "share", "rank", "codes_stride", "scales_stride"])
@@ -109,7 +141,6 @@ def _quantise(  # type: ignore[no-untyped-def]
     tensor,
     flags,
     places,
-    owned,
     codes,
     scales,
     blocks,
@@ -120,69 +151,65 @@ def _quantise(  # type: ignore[no-untyped-def]
     LEVELS: tl.constexpr,
     MOST: tl.constexpr,
     TINY: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Quantise all blocks of gradient + factor * residual into the messages to their owners, and
+    leave the rounding errors in `delta`, or this rank's blocks.
+    """
+    row, there, j, valid = _block_elements(blocks, BITS, WIDTH, PADDED, ROWS)
+    real: tl.constexpr = delta.dtype.element_ty
+    in_blocks = row[:, None, None] * (8 // BITS * WIDTH) + j
+    inside = valid & (j < tl.load(count + row, there, 0)[:, None, None])
+    x = tl.load(flat + tl.load(first + row, there, 0)[:, None, None] + j, inside, 0.0).to(real)
+    nonzero = tl.max(tl.max((x != 0).to(tl.int32), 2), 1)
+    flag = flags + tl.load(tensor + row, there, 0)
+    tl.store(flag, nonzero.to(tl.uint8), there & (nonzero != 0))
+    if FEEDBACK:
+        before = tl.load(residual + in_blocks, inside, 0.0)
+        x += before * tl.load(factor).to(real) if SCALED else before
+    scale = scales_of(x, real, LEVELS, MOST, TINY, ROWS)
+    whole = integers_of(x, scale[:, None, None], LEVELS)
+    at = tl.load(places + row, there, 0)
+    owner = at // share
+    mine = (owner == rank)[:, None, None]
+    tl.store(delta + in_blocks, tl.where(mine, x, x - whole * scale[:, None, None]), valid)
+    put_codes(codes, whole, owner * codes_stride + at % share * WIDTH, there, BITS, WIDTH)
+    tl.store(scales + owner * scales_stride + at % share, scale, there)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _quantise_mean(  # type: ignore[no-untyped-def]
+    delta,
+    owned,
+    codes,
+    scales,
+    blocks,
+    LEVELS: tl.constexpr,
+    MOST: tl.constexpr,
+    TINY: tl.constexpr,
     RANKS: tl.constexpr,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-    MEAN: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
-    """Quantise blocks, and leave the rounding errors in `delta`.
-
-    Not MEAN: all blocks of gradient + factor * residual, into the messages to their owners; this
-    rank's blocks stay. MEAN: `delta` of this rank's blocks, into the message to all ranks; rounding
-    errors times RANKS. A block is PARTS x WIDTH numbers: a byte has a code of each part.
+    """Quantise `delta` of this rank's blocks into the message to all ranks, and leave the rounding
+    errors, times RANKS.
     """
-    PARTS: tl.constexpr = 8 // BITS
+    row, there, j, valid = _block_elements(blocks, BITS, WIDTH, PADDED, ROWS)
     real: tl.constexpr = delta.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < blocks
-    if MEAN:
-        block = tl.load(owned + row, there, 0)
-        owner = row * 0
-        place = row
-    else:
-        block = row
-        at = tl.load(places + row, there, 0)
-        owner = at // share
-        place = at % share
-    part = tl.arange(0, PARTS)[None, :, None]
-    column = tl.arange(0, PADDED)[None, None, :]
-    j = part * WIDTH + column
-    inside = there[:, None, None] & (column < WIDTH)
-    number = block[:, None, None] * (PARTS * WIDTH) + j
-    if MEAN:
-        x = tl.load(delta + number, inside, 0.0)
-    else:
-        valid = inside & (j < tl.load(count + row, there, 0)[:, None, None])
-        x = tl.load(flat + tl.load(first + row, there, 0)[:, None, None] + j, valid, 0.0).to(real)
-        nonzero = tl.max(tl.max((x != 0).to(tl.int32), 2), 1)
-        flag = flags + tl.load(tensor + row, there, 0)
-        tl.store(flag, nonzero.to(tl.uint8), there & (nonzero != 0))
-        if FEEDBACK:
-            before = tl.load(residual + number, valid, 0.0)
-            if SCALED:
-                before *= tl.load(factor).to(real)
-            x += before
-
-    scale = _scales_of(x, real, LEVELS, MOST, TINY, ROWS)
-    whole = _integers_of(x, scale[:, None, None], LEVELS)
-    error = x - whole * scale[:, None, None]
-    if MEAN:
-        error *= RANKS
-    else:
-        error = tl.where((owner == rank)[:, None, None], x, error)
-    tl.store(delta + number, error, inside)
-    code = whole.to(tl.int32)
-    if BITS == 4:
-        code = (code + 8) << (part * 4)
-    byte = (tl.sum(code, 1) & 255).to(tl.uint8)
-    position = tl.arange(0, PADDED)[None, :]
-    to = codes + owner[:, None] * codes_stride + place[:, None] * WIDTH + position
-    tl.store(to, byte, there[:, None] & (position < WIDTH))
-    tl.store(scales + owner * scales_stride + place, scale, there)
+    in_blocks = tl.load(owned + row, there, 0)[:, None, None] * (8 // BITS * WIDTH) + j
+    x = tl.load(delta + in_blocks, valid, 0.0)
+    scale = scales_of(x, real, LEVELS, MOST, TINY, ROWS)
+    whole = integers_of(x, scale[:, None, None], LEVELS)
+    tl.store(delta + in_blocks, (x - whole * scale[:, None, None]) * RANKS, valid)
+    put_codes(codes, whole, row * WIDTH, there, BITS, WIDTH)
+    tl.store(scales + row, scale, there)
 
 
 @triton.jit(do_not_specialize=["blocks", "rank", "codes_stride", "scales_stride"])
@@ -214,14 +241,14 @@ def _average(  # type: ignore[no-untyped-def]
     j = (element % SIZE).to(tl.int32)
     number = tl.load(owned + row, there, 0) * SIZE + j
     ranks = tl.full((1,), RANKS, real)
-    mine = _divided(tl.load(delta + number, there, 0.0), ranks)
+    mine = divided(tl.load(delta + number, there, 0.0), ranks)
     sender = tl.arange(0, 2**HALVINGS)[:, None]
     exists = there[None, :] & (sender < RANKS)
     byte_at = sender.to(tl.int64) * codes_stride + (row * WIDTH + j % WIDTH)[None, :]
     byte = tl.load(codes + byte_at, exists, 0)
     scale_at = sender.to(tl.int64) * scales_stride + row[None, :]
-    scale = _divided(tl.load(scales + scale_at, exists, 0.0), ranks[None, :])
-    parts = _decoded(byte, scale, j[None, :], real, BITS, WIDTH)
+    scale = divided(tl.load(scales + scale_at, exists, 0.0), ranks[None, :])
+    parts = decoded(byte, scale, j[None, :], real, BITS, WIDTH)
     parts = tl.where(sender == rank, mine[None, :], parts)
     parts = tl.where(sender < RANKS, parts, -0.0)
     for i in tl.static_range(HALVINGS):
@@ -273,7 +300,7 @@ def _store(  # type: ignore[no-untyped-def]
         tl.store(residual + element, tl.where(used & committed, lost, before), valid)
     byte = tl.load(codes + owner * codes_stride + place * WIDTH + j % WIDTH, valid, 0)
     scale = tl.load(scales + owner * scales_stride + place, valid, 0.0)
-    mean = tl.where(used, _decoded(byte, scale, j, real, BITS, WIDTH), 0.0)
+    mean = tl.where(used, decoded(byte, scale, j, real, BITS, WIDTH), 0.0)
     tl.store(flat + tl.load(first + row, there, 0) + j, mean.to(flat.dtype.element_ty), valid)
 
 
@@ -301,13 +328,12 @@ class TritonKernel:
         width = code.block_bytes
         self._code = {"BITS": code.bits, "WIDTH": width}
         padded = triton.next_power_of_2(width)
-        self._rows = max(1, _TILE // (8 // code.bits * padded))
+        self._rows = max(1, TILE // (8 // code.bits * padded))
         self._quantising = {
             **self._code,
             "LEVELS": code.levels,
             "MOST": messages.most,
             "TINY": torch.finfo(messages.dtype).tiny,
-            "RANKS": messages.world_size,
             "PADDED": padded,
             "ROWS": self._rows,
             "num_warps": min(16, max(4, self._rows * padded * (8 // code.bits) // 1024)),
@@ -318,7 +344,7 @@ class TritonKernel:
         buffers = self._buffers
         if buffers.residuals is not None:
             buffers.residuals.gather(residuals)
-        self._quantise(flat, factor, self._blocks, mean=False)
+        self._quantise(flat, factor)
 
     def quantise(self) -> None:
         """Do nothing: `load` has quantised."""
@@ -328,7 +354,7 @@ class TritonKernel:
         parts = messages.sections(arrived)
         blocks = messages.shares.counts[self.rank]
         halvings = (messages.world_size - 1).bit_length()
-        tile = max(16, _TILE >> halvings)
+        tile = max(16, TILE >> halvings)
         self._launch(
             _average,
             blocks * messages.code.block_size,
@@ -346,7 +372,7 @@ class TritonKernel:
             HALVINGS=halvings,
             TILE=tile,
         )
-        self._quantise(self._buffers.delta, 1.0, blocks, mean=True)
+        self._quantise_mean(blocks)
 
     def store(
         self,
@@ -364,7 +390,7 @@ class TritonKernel:
         self._launch(
             _store,
             self._blocks * messages.code.block_size,
-            _TILE,
+            TILE,
             flat,
             buffers.delta,
             kept,
@@ -382,20 +408,20 @@ class TritonKernel:
             parts.codes.stride(0),
             parts.scales.stride(0),
             **self._code,
-            TILE=_TILE,
+            TILE=TILE,
             FEEDBACK=buffers.residuals is not None,
             SCALED=not is_one(factor),
         )
 
-    def _quantise(self, flat: torch.Tensor, factor: LossScale, blocks: int, *, mean: bool) -> None:
+    def _quantise(self, flat: torch.Tensor, factor: LossScale) -> None:
         messages = self.messages
         buffers = self._buffers
         residuals = buffers.residuals
-        to = messages.in_mean if mean else messages.in_sent
+        to = messages.in_sent
         first, count, tensor = self._of_block
         self._launch(
             _quantise,
-            blocks,
+            self._blocks,
             self._rows,
             flat,
             buffers.delta,
@@ -406,18 +432,31 @@ class TritonKernel:
             tensor,
             messages.flags,
             messages.shares.places,
-            self._owned,
             to.codes,
             to.scales,
-            blocks,
+            self._blocks,
             messages.shares.size,
             self.rank,
             to.codes.stride(0),
             to.scales.stride(0),
             **self._quantising,
-            MEAN=mean,
             FEEDBACK=residuals is not None,
             SCALED=not is_one(factor),
+        )
+
+    def _quantise_mean(self, blocks: int) -> None:
+        to = self.messages.in_mean
+        self._launch(
+            _quantise_mean,
+            blocks,
+            self._rows,
+            self._buffers.delta,
+            self._owned,
+            to.codes,
+            to.scales,
+            blocks,
+            **self._quantising,
+            RANKS=self.messages.world_size,
         )
 
     def _on_device(self, factor: LossScale) -> torch.Tensor:
@@ -429,10 +468,16 @@ class TritonKernel:
     def _launch(
         self, kernel: Any, work: int, per_program: int, *arguments: Any, **options: Any
     ) -> None:
-        device = self.messages.sent.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            if work:
-                kernel[(-(-work // per_program),)](*arguments, **options, **_ROUNDED)
+        if work:
+            grid = (-(-work // per_program),)
+            launch(kernel, grid, self.messages.sent.device, *arguments, **options)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any
+) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*arguments, **options, **_ROUNDED)
 
 
 # ---- the comparison with torch -------------------------------------------------------------------
@@ -445,16 +490,25 @@ def build(device: torch.device, dtype: torch.dtype, code: BlockCode) -> str:
     Waits for the device. Returns an id; see `Compressor.native_build`. Raises HookConfigError if
     they cannot be compiled or run, or compute other bits.
     """
-    expected = results_of(TorchKernel, device, dtype, code)
+    return checked_build(
+        lambda: results_of(TorchKernel, device, dtype, code),
+        lambda: results_of(TritonKernel, device, dtype, code),
+        f"{dtype} on {device}",
+    )
+
+
+def checked_build(by_torch: Callable[[], bytes], by_triton: Callable[[], bytes], what: str) -> str:
+    """Return an id of the results, which must be equal. Raises HookConfigError otherwise."""
+    expected = by_torch()
     try:
-        computed = results_of(TritonKernel, device, dtype, code)
+        computed = by_triton()
     except Exception as error:  # Triton's own, a missing compiler, a driver that is too old
         problem = f"cannot be compiled or run: {error!r:.300}".replace("\n", " ")
     else:
         problem = "" if computed == expected else "computes other bits than torch"
     if problem:
         raise HookConfigError(
-            f"the kernel of Triton {triton.__version__} for {dtype} on {device} {problem}"
+            f"the kernel of Triton {triton.__version__} for {what} {problem}"
             f" ({library.SWITCH}=0 turns it off)"
         )
     return f"triton {hashlib.sha256(expected).hexdigest()[:12]}"
@@ -495,7 +549,7 @@ def results_of(
         for flat, made, of_rank in zip(flats, kernels, residuals, strict=True):
             results += [flat, made.messages.flags.clone()]
             results += [residual.clone() for residual in of_rank.values()]
-    return b"".join(map(_bits, results))
+    return b"".join(map(bits_of, results))
 
 
 def _bucket(slots: list[Slot], step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -504,7 +558,7 @@ def _bucket(slots: list[Slot], step: int, rank: int, dtype: torch.dtype) -> torc
     No rank has a gradient for slot 4, and in step 1 only rank 0 has one for slot 2. In step 1 slot
     3 has numbers that are not finite.
     """
-    flat = _numbers(slots[-1].stop, 1000 * step + 100 * rank, dtype)
+    flat = hard_numbers(slots[-1].stop, 1000 * step + 100 * rank, dtype)
     slots[4].of(flat).zero_()
     if step:
         if rank > 0:
@@ -533,7 +587,7 @@ def _run_step(
         kernel.store(Averaged(kernel.messages, means), flat, of_rank, factor, good)
 
 
-def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
+def hard_numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
     numbers = library.fixed_numbers(numel, start, torch.float64)
     info = torch.finfo(dtype)
     places = torch.arange(numel)
@@ -544,7 +598,7 @@ def _numbers(numel: int, start: int, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(dtype)
 
 
-def _bits(tensor: torch.Tensor) -> bytes:
+def bits_of(tensor: torch.Tensor) -> bytes:
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the bits of NaN may differ
     return bytes_of(tensor.cpu())

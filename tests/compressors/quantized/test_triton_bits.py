@@ -25,9 +25,18 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def _run(what: str, *, interpreted: bool = True) -> Any:
+EXACT = {"mul.rn.f32", "div.rn.f32", "add.rn.f32", "sub.rn.f32"}
+"""As torch's operators: nothing joined, no approximate division."""
+
+
+def run(
+    what: str,
+    *,
+    program: str = "tests.compressors.quantized.triton_bits",
+    interpreted: bool = True,
+) -> Any:
     environment = {**os.environ, "TRITON_INTERPRET": "1"} if interpreted else os.environ
-    command = [sys.executable, "-m", "tests.compressors.quantized.triton_bits", what]
+    command = [sys.executable, "-m", program, what]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
     )
@@ -35,15 +44,20 @@ def _run(what: str, *, interpreted: bool = True) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def arithmetic_of(instructions: list[str]) -> set[str]:
+    kinds = ("fma", "mad", "mul", "div", "add", "sub", "rcp")
+    return {name for name in instructions if name.split(".")[0] in kinds}
+
+
 @needs_triton
 @pytest.mark.parametrize("what", ["kernels", "hooks"])
 def test_the_bits_are_those_of_torch(what: str) -> None:
-    assert _run(what) == []
+    assert run(what) == []
 
 
 @needs_triton
 def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
-    *wrong, broken = _run("faults")
+    *wrong, broken = run("faults")
     assert len(wrong) == 4 and all(
         "computes other bits than torch" in reason for reason in wrong
     ), wrong
@@ -52,14 +66,9 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
 
 @needs_triton
 def test_each_operation_is_rounded_by_itself_on_nvidia_gpus() -> None:
-    """As torch's operators are: nothing joined, no approximate division, no denormals as zero."""
-    instructions = _run("instructions", interpreted=False)
-    arithmetic = {
-        instruction
-        for instruction in instructions
-        if instruction.split(".")[0] in ("fma", "mad", "mul", "div", "add", "sub", "rcp")
-    }
-    assert arithmetic == {"mul.rn.f32", "div.rn.f32", "add.rn.f32", "sub.rn.f32"}
+    """Also without denormals as zero."""
+    instructions = run("instructions", interpreted=False)
+    assert arithmetic_of(instructions) == EXACT
     assert "cvt.rn.bf16.f32" in instructions and not any(
         "ftz" in instruction or "approx" in instruction for instruction in instructions
     )

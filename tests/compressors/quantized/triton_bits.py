@@ -137,13 +137,9 @@ def faults() -> list[str]:
 
 
 def instructions() -> list[str]:
-    """The floating-point instructions of all kernels, for two kinds of NVIDIA GPUs."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     pointers = {"flags": "*u8", "codes": "*u8", "factor": "*fp32", "good": "*i1", "count": "*i32"}
     pointers |= dict.fromkeys(("first", "tensor", "places", "owned"), "*i64")
-    pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32") | {"flat": "*bf16"}
+    pointers |= dict.fromkeys(("delta", "residual", "scales"), "*fp32")
     shared_options = {
         "LEVELS": 127,
         "MOST": 1e30,
@@ -155,31 +151,47 @@ def instructions() -> list[str]:
     }
     shared_options |= {"TILE": 128, "FEEDBACK": True, "SCALED": True, "WIDTH": 32}
     instructions: set[str] = set()
-    for kernel in (triton_kernel._quantise, triton_kernel._average, triton_kernel._store):
-        for bits, mean in ((8, False), (4, True)):
-            options = {**shared_options, "BITS": bits, "MEAN": mean}
-            constants = {name: options[name] for name in kernel.arg_names if name in options}
-            signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
-            signature |= dict.fromkeys(constants, "constexpr") | (
-                {"flat": "*fp32"} if mean and "flat" in signature else {}
+    for kernel in (
+        triton_kernel._quantise,
+        triton_kernel._quantise_mean,
+        triton_kernel._average,
+        triton_kernel._store,
+    ):
+        for bits, flat in ((8, "*bf16"), (4, "*fp32")):
+            instructions |= compiled(
+                kernel, pointers | {"flat": flat}, {**shared_options, "BITS": bits}
             )
-            for capability in (80, 90):
-                source = ASTSource(kernel, signature=signature, constexprs=constants)
-                target = GPUTarget("cuda", capability, 32)
-                made = triton.compile(source, target=target, options=triton_kernel._ROUNDED)
-                instructions |= set(
-                    re.findall(
-                        r"^\s+(?:@\S+ )?([a-z]\S*\.b?f(?:16|32|64)\S*)",
-                        made.asm["ptx"],
-                        re.MULTILINE,
-                    )
-                )
     return sorted(instructions)
 
 
-if __name__ == "__main__":
-    chosen = {task.__name__: task for task in (kernels, hooks, faults, instructions)}[sys.argv[1]]
-    if sys.argv[1] != "instructions":
+def compiled(kernel: Any, pointers: dict[str, str], options: dict[str, Any]) -> set[str]:
+    """Return the floating-point instructions of a kernel, for two kinds of NVIDIA GPUs. `pointers`:
+    the types of arguments; the others are integers or, in capitals, `options`.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {name: options[name] for name in kernel.arg_names if name in options}
+    signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    found: set[str] = set()
+    for capability in (80, 90):
+        source = ASTSource(kernel, signature=signature, constexprs=constants)
+        target = GPUTarget("cuda", capability, 32)
+        made = triton.compile(source, target=target, options=triton_kernel._ROUNDED)
+        pattern = r"^\s+(?:@\S+ )?([a-z]\S*\.b?f(?:16|32|64)\S*)"
+        found |= set(re.findall(pattern, made.asm["ptx"], re.MULTILINE))
+    return found
+
+
+def run_one(name: str, *tasks: Callable[[], list[str]]) -> None:
+    """Run the task with this name, and print its result as JSON."""
+    interpreted = name != "instructions"
+    if interpreted:
         round_bfloat16()
-    with masks(sys.argv[1] != "instructions"):
-        print(json.dumps(chosen()))
+    with masks(interpreted):
+        print(json.dumps({task.__name__: task for task in tasks}[name]()))
+
+
+if __name__ == "__main__":
+    run_one(sys.argv[1], kernels, hooks, faults, instructions)

@@ -105,8 +105,8 @@ def test_the_page_prints_what_tuned_runs_have_shown() -> None:
     for ranks, setting, *cells in rows:
         options = setting.partition("`")[2].partition("`")[0].split()
         for every, cell in zip(header[2:], cells, strict=True):
-            words = {*options, "task=small", "sequences=8", f"every={every.split()[1]}", "wire=int4"}
-            stored = settings.get(frozenset(words))
+            common = {"task=small", "sequences=8", "wire=int4", f"every={every.split()[1]}"}
+            stored = settings.get(frozenset({*options, *common}))
             row = row_of(stored, int(ranks), runs) if stored else None
             assert cell == (cell_of_best(row) if row else "")
             printed += row is not None

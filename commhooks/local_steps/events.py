@@ -47,7 +47,7 @@ class TrainingEvents:
     Args:
         stepped: the parameters as optimizers hold them.
         listener: gets `ForwardBegins`, `StepBegins` and `StepEnds`, and after
-    `call_after_backward` its two events."""
+            `call_after_backward` its two events."""
 
     def __init__(
         self, module: torch.nn.Module, stepped: Sequence[torch.Tensor], listener: Listener

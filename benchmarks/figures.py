@@ -155,6 +155,22 @@ FIGURES = {
         ("docs/diloco.md#the-learning-rate",),
         stored="benchmarks/local_steps.py --results docs/figures/local_steps.jsonl --finished",
     ),
+    "diloco_ranks": Figure(
+        "benchmarks/local_steps.py --ranks 8 --seeds 0 1 2 --steps 300 --results"
+        " FOLDER/diloco_ranks.jsonl --settings "
+        + " ".join(f"'task=small sequences=8 lr={rate} exact=1'" for rate in (0.016, 0.032, 0.064))
+        + "".join(
+            f" 'task=small sequences=8 lr=0.032 every={every} wire=int4{more}'"
+            for every in (5, 10, 30)
+            for more in ("", " inner=sqrt", " radial=1", " inner=sqrt radial=1", " momentum=0.5")
+        ),
+        60,
+        ("docs/diloco.md#a-learning-rate-that-was-tuned-for-plain-ddp",),
+        stored=(
+            "benchmarks/local_steps.py --results docs/figures/diloco_ranks.jsonl --finished"
+            " --steps 300"
+        ),
+    ),
     "shards_loss": Figure(
         "benchmarks/shards_loss.py --results FOLDER/shards_loss.jsonl",
         90,

@@ -20,7 +20,8 @@ the gradients in every step) is. Finished runs are appended to --results and not
             the seeds
   to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and
             learning rate
-  to best   the same, to the best of the all-reduces that were run, at whatever `inner`
+  to best   the same, to the best of the all-reduces with the most seeds, at whatever `lr` and
+            `inner`; with several seeds also the range
   accuracy  of the digits: mean over the seeds
   bytes     sent per rank and step on average, as a share of what an all-reduce in float32 sends
 """
@@ -331,11 +332,31 @@ def train(job: Job) -> Row:
 EXACT = "exact=1"
 
 
+TUNED = ("lr", "inner")
+
+
 def baseline(words: str) -> str:
     """Return the all-reduce with which a setting is compared."""
     same = ("task", "optimizer", "lr", "clip", "sequences")
     kept = [word for word in words.split() if word.split("=")[0] in same]
     return " ".join([*kept, EXACT])
+
+
+def exact_runs(words: str, losses: dict[str, dict[int, float]]) -> list[dict[int, float]]:
+    """Return the losses of the all-reduces that differ from a setting's baseline in the learning
+    rate alone; only those with the most seeds.
+    """
+
+    def but_for_the_rate(words: str) -> list[str]:
+        return [word for word in words.split() if word.split("=")[0] not in TUNED]
+
+    rates = [
+        by_seed
+        for setting, by_seed in losses.items()
+        if but_for_the_rate(setting) == but_for_the_rate(baseline(words))
+    ]
+    most = max(map(len, rates))
+    return [by_seed for by_seed in rates if len(by_seed) == most]
 
 
 def sees_the_same(words: str) -> bool:
@@ -382,14 +403,7 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
     losses = losses_by_seed(comparable)
     exact = losses[baseline(words)]
     more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting]
-    rates = [
-        exact_losses
-        for setting, exact_losses in losses.items()
-        if baseline(setting) == baseline(words)
-        and setting_from(setting, Setting).exact
-        and exact_losses.keys() == exact.keys()
-    ]
-    best = min(rates, key=lambda exact_losses: statistics.fmean(exact_losses.values()))
+    best = min(exact_runs(words, losses), key=lambda by_seed: statistics.fmean(by_seed.values()))
     to_best = [run["loss"] / best[run["seed"]] - 1 for run in of_setting]
     return {
         "section": count,
@@ -399,10 +413,19 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
         "loss": statistics.fmean(run["loss"] for run in of_setting),
         "more": 100 * statistics.fmean(more),
         "to_best": 100 * statistics.fmean(to_best),
+        "to_best_range": [100 * min(to_best), 100 * max(to_best)],
         "error": 100 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
         "accuracy": 100 * statistics.fmean(run.get("accuracy", 0) for run in of_setting) or None,
         "share": 100 * statistics.fmean(run["share"] for run in of_setting),
     }
+
+
+def cell_of_best(row: Row) -> str:
+    mean = f"{row['to_best']:+.1f} %"
+    if row["seeds"] == 1:
+        return mean
+    low, high = row["to_best_range"]
+    return f"{mean} ({low:+.1f} .. {high:+.1f})"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -457,7 +480,7 @@ def main() -> None:
         "to exact": lambda row: (
             f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
         ),
-        "to best": number("to_best", "{:+.2f} %"),
+        "to best": cell_of_best,
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),
     }

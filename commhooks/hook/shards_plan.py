@@ -139,9 +139,13 @@ def shards_summary(codecs: UnitCodecs) -> str:
     among_fewer = f" ({regathers} more among fewer ranks, exactly)" if regathers else ""
     return (
         f"{begin}{unit.text(plan.bytes_before)} -> {unit.text(plan.bytes_after)} per step and rank,"
-        f" for {gathers} all-gathers{among_fewer} and {scatters} reduce-scatters of"
-        f" {len(codecs.rows)} units"
+        f" for {_number(gathers, 'all-gather')}{among_fewer} and"
+        f" {_number(scatters, 'reduce-scatter')} of {_number(len(codecs.rows), 'unit')}"
     )
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 # ---- planning without a process group ------------------------------------------------------------

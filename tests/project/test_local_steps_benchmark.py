@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from tests.support.repository import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from common import setting_from  # noqa: E402
-from local_steps import Setting, optimizers_of, train_ranks  # noqa: E402
+from local_steps import (  # noqa: E402
+    Setting,
+    cell_of_best,
+    optimizers_of,
+    row_of,
+    train_ranks,
+)
 
 STEPS = 8
 
@@ -76,6 +83,31 @@ def test_simulated_ranks_train_as_real_ones(run_ranks, words, hook):
         assert torch.equal(weights, expected)
 
 
-def test_stored_runs_have_settings_that_exist() -> None:
-    lines = (REPOSITORY / "docs/figures/local_steps.jsonl").read_text().splitlines()
-    assert lines and all(setting_from(json.loads(line)["setting"], Setting) for line in lines)
+def _stored(name: str) -> list[dict[str, Any]]:
+    lines = (REPOSITORY / "docs/figures" / name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", ["local_steps.jsonl", "diloco_ranks.jsonl"])
+def test_stored_runs_have_settings_that_exist(name: str) -> None:
+    runs = _stored(name)
+    assert runs and all(setting_from(run["setting"], Setting) for run in runs)
+
+
+def test_the_page_prints_what_tuned_runs_have_shown() -> None:
+    runs = _stored("diloco_ranks.jsonl")
+    settings = {frozenset(run["setting"].split()): run["setting"] for run in runs}
+    page = (REPOSITORY / "docs/diloco.md").read_text("utf-8")
+    section = page.partition("### A learning rate that was tuned for plain DDP")[2]
+    lines = [line for line in section.partition("\n#")[0].splitlines() if line.startswith("| ")]
+    header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    printed = 0
+    for ranks, setting, *cells in rows:
+        options = setting.partition("`")[2].partition("`")[0].split()
+        for every, cell in zip(header[2:], cells, strict=True):
+            common = {"task=small", "sequences=8", "wire=int4", f"every={every.split()[1]}"}
+            stored = settings.get(frozenset({*options, *common}))
+            row = row_of(stored, int(ranks), runs) if stored else None
+            assert cell == (cell_of_best(row) if row else "")
+            printed += row is not None
+    assert printed > 10

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -257,6 +257,46 @@ def test_set_ups_of_fully_shard_learn_nearly_the_same(run_ranks: Any) -> None:
     for found in run_ranks(_alike):
         assert found.keys() == {"tied", "offloaded", "checkpointed", "compiled"}
         assert all(0 < distance < 0.06 for distance in found.values()), found
+
+
+class _Adapted(nn.Module):
+    """A frozen layer in bfloat16 beside a trained one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
+        self.adapter = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.bfloat16()).float() + self.adapter(x)
+
+
+def _with_several_dtypes() -> tuple[float, dict[str, tuple[str, ...]], str]:
+    """Return how far compressed gradients are from exact ones, the plan, and the summary."""
+    gradients = []
+    for shards in (None, SHARDS):
+        torch.manual_seed(dist.get_rank())
+        model = fully_shard(_Adapted())
+        with logged() as lines:
+            hook = None if shards is None else commhooks.attach(model, None, shards=shards)
+            model(torch.randn(2, 64)).square().mean().backward()
+        gradients.append(model.adapter.weight.grad.to_local())  # type: ignore[union-attr]
+    assert hook is not None
+    plan = hook.plan().as_dict()["parameters"]
+    said = {row["name"]: (row["weights"], row["gradients"], row["reason"]) for row in plan}
+    exact, compressed = gradients
+    return float((compressed - exact).norm() / exact.norm()), said, "".join(lines)
+
+
+def test_weights_of_several_dtypes_are_sent_as_they_are(run_ranks: Any) -> None:
+    for rank, (distance, plan, line) in enumerate(run_ranks(_with_several_dtypes)):
+        assert 0 < distance < 0.01
+        frozen = ("1 x bfloat16", "none", "several dtypes in its unit")
+        trained = ("1 x float32", "int8", "")
+        assert plan == dict.fromkeys(["base.weight", "base.bias"], frozen) | {
+            "adapter.weight": trained
+        }
+        assert rank > 0 or line.endswith("for 1 all-gather and 1 reduce-scatter of 1 unit")
 
 
 def _with_replicas() -> dict[str, Any]:

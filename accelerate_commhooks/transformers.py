@@ -64,13 +64,11 @@ class CommHookTrainerMixin(_Base):
         hook_state: the state of a callable. It is not reset between calls of `train()`.
         save_residual: which residuals checkpoints hold: "per_rank" (the default), "mean" or "drop".
         total_steps: the length of the run for a `start_powerSGD_iter` that is None or a fraction;
-        default: the number
-            of steps that the Trainer computes for each `train()`.
+            default: the number of steps that the Trainer computes for each `train()`.
         hook_options, wrapper, strict, check_every, ranks_per_node, members, shards: as in
             `commhooks.attach`. A machine that joins (`members`) also takes the Trainer's global
-            step and learning rate scheduler from another machine. A machine whose training ends
-            before `max_steps`, such as after SIGTERM with `enable_jit_checkpoint`, leaves
-            (`Members.leave`).
+            step and learning rate scheduler from another machine. A machine whose training ends,
+            also by SIGTERM with `enable_jit_checkpoint`, leaves (`Members.leave`).
 
     Raises:
         commhooks.HookConfigError: at construction, for an unknown argument, for arguments that
@@ -300,8 +298,8 @@ class HookCallback(TrainerCallback):
             # loaded by now, on all ranks
             if not (args.load_best_model_at_end and state.best_model_checkpoint):
                 hook.synchronize()
-                if hook.members is not None and state.global_step < state.max_steps:
-                    hook.members.leave()
+                if hook.members is not None:
+                    hook.members.leave()  # with the steps of a round that it does not end
             hook.close()
             self.trainer._closed_hook = hook
 

@@ -1,9 +1,9 @@
 """Trains a small convolutional network on scikit-learn's digits with Accelerate, on machines that
 come and go.
 
-    commhooks lighthouse            # prints the line to set in the other terminals: export
-    TORCHFT_LIGHTHOUSE=... python examples/members_accelerate.py --name a    # in a second terminal,
-    or on a second machine python examples/members_accelerate.py --name b    # in a third one
+    commhooks lighthouse  # prints the variable to set in two other terminals, or machines
+    TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/members_accelerate.py --name a
+    TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/members_accelerate.py --name b
 
 Kill one of them: the other goes on after a few seconds. Start it again: it takes the state of the
 other, and trains with it from the next outer step on. The lines to copy are those with

@@ -53,6 +53,9 @@ class RoundEndMixin(Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         _end_round(trainer)
+        hook = _hook_of(trainer)
+        if hook is not None and hook.members is not None:
+            hook.members.leave()  # with the steps of a round that it does not end
 
 
 class MonitorMixin(Callback):

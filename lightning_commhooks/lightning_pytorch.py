@@ -69,8 +69,8 @@ class CommHookDDP(HookedDDP, DDPStrategy):
     Args:
         hook, hook_options, hook_state, wrapper, strict, check_every, ranks_per_node, members: as in
             `commhooks.attach`. A machine that comes (`members`) also takes the Trainer's epoch,
-            batch and global step, and the learning rate schedulers. One that gets SIGTERM leaves
-            (`Members.leave`).
+            batch and global step, and the learning rate schedulers. One that ends, or gets SIGTERM,
+            leaves (`Members.leave`).
         save_residual: which residuals checkpoints hold; see `CommHookCheckpoint`. Default "mean".
         ddp_kwargs: arguments of `DDPStrategy` and `DistributedDataParallel`.
 

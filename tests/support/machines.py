@@ -282,18 +282,20 @@ def one_gets_sigterm(
 
 
 def one_is_slower(folder: Path, *modules: str, **given: Any) -> None:
-    """Two machines train 36 steps by front_job.py, one of which takes much longer for a step. Its
-    step count and learning rate follow those of the other one, and both end with the same round.
+    """Two machines train 40 steps by front_job.py, one of which takes much longer for a step. Its
+    step count and learning rate follow those of the other one, and both end with the same round,
+    of 4 steps instead of 9: the other one leaves between two steps, and this one counts the step in
+    which it follows.
     """
     with lighthouse() as address:
         new = functools.partial(
-            Machine, FRONT_JOB, address, folder, seed=0, steps=36, every=9, least=2, **given
+            Machine, FRONT_JOB, address, folder, seed=0, steps=40, every=9, least=2, **given
         )
         both = new("a", *modules), new("b", *modules, lag_s=0.4)
         try:
-            for machine in both:
+            for machine, steps in zip(both, (40, 41), strict=True):
                 end = machine.end()
-                assert (end["steps"], end["round"]) == (36, 4), (machine.name, end)
+                assert (end["steps"], end["round"]) == (steps, 5), (machine.name, end)
         finally:
             for machine in both:
                 machine.kill()

@@ -22,7 +22,7 @@ def test_a_machine_comes_and_is_killed(tmp_path: Path) -> None:
         line["same"] for machine in (a, b) for line in machine.lines if line["what"] == "validation"
     ]
     assert len(validations) > 8 and all(validations)
-    assert end["again"] == [70, 13]
+    assert end["again"] == [70, 14]  # the last round is shorter
     log = a.log.read_text()
     assert log.count("marked inexact") == 3, log  # by a hook in each training, and by the load
     assert "nothing is sent" not in log and "Warning" not in log, log

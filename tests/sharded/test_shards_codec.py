@@ -108,6 +108,23 @@ def test_what_is_sent_exactly() -> None:
     assert reasons == {"a": "", "bias": "vector", "b": "excluded by 'b*'", "c": small}
 
 
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "device", "expected"),
+    [
+        (4, 2**20, "meta", 4),
+        (100, 2**20, "meta", 64),
+        (4, 100 * 2**20, "meta", 1),
+        (4, 0, "meta", 4),
+        (4, 2**20, "cpu", 1),
+    ],
+)
+def test_how_many_rows_are_computed_at_once(
+    rows: int, row_bytes: int, device: str, expected: int
+) -> None:
+    """64 MiB on an accelerator, but at least one row."""
+    assert parts.together(rows, row_bytes, torch.device(device)) == expected
+
+
 def test_a_buffer_is_used_again_and_not_while_it_is_lent() -> None:
     memory = Memory(torch.device("cpu"))
     memory.reserve(100)

@@ -22,16 +22,16 @@ def _attached(ranks_per_node: int | None) -> dict[str, Any]:
 
 
 @custom_collectives
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(3, None), (4, 2)])
 def test_the_command_prints_the_plan_of_the_attached_hook(
-    run_ranks: Any, capsys: Any, ranks_per_node: int | None
+    run_ranks: Any, capsys: Any, ranks: int, ranks_per_node: int | None
 ) -> None:
-    """Memory is that of an accelerator, and so differs."""
+    """Also with uneven shards. Memory is that of an accelerator, and so differs."""
     nodes = [] if ranks_per_node is None else ["--ranks-per-node", str(ranks_per_node)]
     options = ["--options", "block_size=32", "--exclude", "blocks.1.up.*"]
-    assert main([*PLAN, "--ranks", "4", *nodes, *options, "--json"]) == 0
+    assert main([*PLAN, "--ranks", str(ranks), *nodes, *options, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    expected = run_ranks(_attached, ranks_per_node, world_size=4)[0]
+    expected = run_ranks(_attached, ranks_per_node, world_size=ranks)[0]
     assert printed.pop("memory_bytes")["total"] > 0 and expected.pop("memory_bytes")
     assert printed == expected
 

@@ -190,6 +190,12 @@ FIGURES = {
         picture="diloco_rounds.png",
         stored="benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
     ),
+    "members_link": Figure(
+        "benchmarks/members_link.py --json FOLDER/members_link.json",
+        5,
+        ("docs/members.md#what-a-death-costs",),
+        root=True,
+    ),
     "members": Figure(
         "benchmarks/members.py --json FOLDER/members.json --results"
         " FOLDER/members.jsonl --plot FOLDER/members.png",

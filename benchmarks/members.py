@@ -3,6 +3,7 @@ with restarts, and with torchft's own algorithms?
 
     python benchmarks/members.py [--seconds 60] [--kill-every 0 30] [--save-every 50]
     [--every 10] [--speeds 1 0.5 0.2] [--jobs members torchrun] [--plot members.png]
+    sudo chrt -r 1 python benchmarks/members.py  # with real-time priority
 
 Three machines of one process on this host train a small model, with an outer step every --every
 steps. A step takes --step-ms, most of which is sleep, so that the host can play three machines.
@@ -19,7 +20,8 @@ again, too.
 
 Before, three machines train alone, with the same steps and without a hook: what is measured is what
 the outer steps and the deaths cost, and not how long a sleep takes on this host. What is measured
-begins and ends with an outer step.
+begins and ends with an outer step. With fewer cores than machines, threads that wake for a message
+wait for the time slices of other machines, unless they have real-time priority.
 
 --results writes what happened in the last run with members, a line of JSON for each outer step of
 each machine, each death and each new start; --plot draws it, and with --from FILE what an earlier

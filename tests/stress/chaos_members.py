@@ -109,7 +109,8 @@ def run(
                     running[name] = start(name)
                     everyone.append(running[name])
                 for machine in running.values():
-                    assert machine.processes[0].poll() in (None, 0), machine.log.read_text()
+                    status = machine.processes[0].poll()
+                    assert status in (None, 0), f"{machine.log.read_text()}exit status {status}"
             for machine in running.values():
                 if machine.rounds:
                     machine.wait_for(lambda line: line["what"] == "end", 20.0)

@@ -93,6 +93,7 @@ class Machine:
         self.lines = list[dict[str, Any]]()
         self.log = folder / f"{name}.log"
         self._news = threading.Condition()
+        self._read_all = set[subprocess.Popen[str]]()  # whose output has ended
         self.processes = []
         self.ranks = range(settings.get("world", 1))
         for rank in self.ranks:
@@ -124,6 +125,9 @@ class Machine:
                 with self._news:
                     self.lines.append(json.loads(line))
                     self._news.notify_all()
+        with self._news:
+            self._read_all.add(process)
+            self._news.notify_all()
 
     def wait_for(
         self, met: Callable[[dict[str, Any]], Any], limit_s: float = 60.0
@@ -131,7 +135,7 @@ class Machine:
         """Wait for a line for which `met` is true."""
         with self._news:
             arrived = self._news.wait_for(
-                lambda: any(map(met, self.lines)) or self.processes[0].poll() is not None, limit_s
+                lambda: any(map(met, self.lines)) or self.processes[0] in self._read_all, limit_s
             )
         line = next(filter(met, self.lines), None)
         assert arrived and line is not None, f"{self.lines[-5:]}\n{self.log.read_text()[-4000:]}"

@@ -182,6 +182,15 @@ def test_predictions_follow_from_link_and_cluster() -> None:
     )
 
 
+def test_the_codec_of_shards_runs_for_each_gather_and_for_the_scatter() -> None:
+    cluster = Cluster(2, 1, 1e9, 9e9, 1e-3, "gloo", memory=1e9)
+    once, twice = (
+        [exchange.codec_s for exchange in sharded_exchanges(1e8, cluster, gathers)]
+        for gathers in (1, 2)
+    )
+    assert once == pytest.approx([2 / 3 * seconds for seconds in twice]) and any(once)
+
+
 def test_a_sharded_step_gathers_twice_and_scatters_once() -> None:
     """By hand: N nodes of L ranks at 1 Gbit/s, whole models of 4 bytes per parameter."""
     numel = sum(parameter.numel() for parameter in transformer(1e8).values())

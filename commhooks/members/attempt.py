@@ -84,18 +84,15 @@ class Attempt:
         text, because an exception would keep the connections open, and the others wait until they
         are closed.
         """
-        server = self._machine.server
-        if not self.decision.at_once:
+        at_once, server = self.decision.at_once, self._machine.server
+        with server.pausing() if at_once and server is not None else contextlib.nullcontext():
             failure = self._agreed(lambda: self._begin(outer, common, limit_s))
-            if not failure:
-                self.in_flight = True
-                self._follow_furthest()
-            return failure
-        with contextlib.nullcontext() if server is None else server.pausing():
-            failure = self._agreed(lambda: self._begin(outer, common, limit_s))
-            if not failure:
+            if not failure and at_once:
                 self.complete = True
                 failure = self._agreed(self._confirm)
+        if not failure and not at_once:
+            self.in_flight = True
+            self._follow_furthest()
         return failure
 
     def arrive(self, deadline: float | None) -> str:

@@ -85,8 +85,6 @@ class RoundEnd:
     def _tell(self, servers: list[str], round: int) -> None:
         again = threading.Event()
         again.wait(_PATIENCE_S)
-        if self._telling != round:
-            return
         with ThreadPoolExecutor(min(16, len(servers) or 1), "commhooks round end") as pool:
             while servers and self._telling == round:
                 told = list(pool.map(lambda server: self._tell_one(server, round), servers))

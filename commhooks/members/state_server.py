@@ -200,7 +200,7 @@ class StateServer:
         if content is None:
             reply.request.send_error(404)
         else:
-            reply.send(memoryview(content), self._read)
+            reply.send(memoryview(content), self._next_piece)
 
     def _answer_state(self, reply: "_Reply", step: str, part: str) -> None:
         served = self._served
@@ -215,12 +215,12 @@ class StateServer:
             content = (
                 memoryview(served.form) if part == "form" else bytes_of(served.tensors[int(part)])
             )
-            reply.send(content, functools.partial(self._read, served))
+            reply.send(content, functools.partial(self._next_piece, served))
         else:
             reply.request.send_error(404)
 
-    def _read(self, served: _Served | None = None) -> None:
-        """Note that a piece has been read, and wait until the next one may be sent."""
+    def _next_piece(self, served: _Served | None = None) -> None:
+        """Note that a machine reads, and wait until the next piece may be sent."""
         if served is not None:
             served.used_at = time.monotonic()
         if self._history is not None:

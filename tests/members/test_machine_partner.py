@@ -93,6 +93,29 @@ class Machine:
             return self.steps.exchange(self.outer, due) == Exchanged(fragment=0)
 
 
+def test_the_transfer_of_the_state_pauses_during_an_exchange() -> None:
+    machine = Machine(failing=0)
+    machine.answers = [{}]
+    server = mock.MagicMock()
+    entered, left = server.pausing().__enter__, server.pausing().__exit__
+    machine.steps._machine.server = server
+    machine.steps._machine.connections.confirm.side_effect = lambda: (
+        entered.assert_called_once(),
+        left.assert_not_called(),
+    )
+    assert machine.end_round()
+    left.assert_called_once()
+
+
+def test_a_machine_between_two_steps_looks_with_its_weight() -> None:
+    """It may wait there for the end of the round: as long as it loses less than the others."""
+    machine = Machine(failing=0)
+    machine.steps._machine.numbers.weight = 0.25
+    with mock.patch.object(RoundEnd, "ends_here", return_value=True) as ends_here:
+        assert machine.steps.another_is_done()
+    ends_here.assert_called_once_with(machine.steps.attempts.point, 0.25)
+
+
 def test_a_settled_commit_is_an_outer_step() -> None:
     """The others have committed: this machine does, too, and counts as one with which exchanges
     succeed.

@@ -48,7 +48,7 @@ def _weights_of_real_ranks(words: str, hook: commhooks.DiLoCo) -> torch.Tensor:
     task = Teacher()
     torch.manual_seed(0)
     model = task.model()
-    ddp_model = DistributedDataParallel(model)
+    ddp_model = DistributedDataParallel(model, bucket_cap_mb=0.001)  # several buckets
     attached = commhooks.attach(ddp_model, hook)
     # the hook itself multiplies the learning rate
     setting = setting_from(f"{words} inner=1", Setting)

@@ -13,12 +13,11 @@ from unittest import mock
 import torch
 
 from commhooks.compressors.quantized.mean import BlockCode
-from commhooks.errors import HookConfigError
 from commhooks.sharded import codec as codec_module
 from commhooks.sharded import triton_kernel
 from commhooks.sharded.blocks import TorchBlocks
 from commhooks.sharded.triton_kernel import TritonBlocks, build, results_of
-from tests.compressors.quantized.triton_bits import compiled, run_one
+from tests.compressors.quantized.triton_bits import compiled, messages_of, run_one
 from tests.sharded.test_shards_codec import differing_from_oracle
 
 CPU = torch.device("cpu")
@@ -47,7 +46,6 @@ def codec() -> list[str]:
 
 def faults() -> list[str]:
     """What `build` says of kernels that are wrong, or cannot run."""
-    messages = []
 
     def launched(change: Callable[[dict[str, Any]], Any]) -> Any:
         real = triton_kernel.launch
@@ -55,19 +53,13 @@ def faults() -> list[str]:
             change(options) or real(kernel, grid, device, *given, **options)
         )
 
-    for change in (
+    changes = (
         lambda options: options.update(LEVELS=126) if "LEVELS" in options else None,
         lambda options: options.update(DIVISOR=1) if "DIVISOR" in options else None,
         lambda options: options.update(FACTOR=1.0) if "FACTOR" in options else None,
         lambda options: options["unknown"],
-    ):
-        build.cache_clear()
-        with mock.patch.object(triton_kernel, "launch", launched(change)):
-            try:
-                messages.append(build(CPU, torch.float32, BlockCode(8, 16)))
-            except HookConfigError as error:
-                messages.append(str(error))
-    return messages
+    )
+    return messages_of(build, triton_kernel, "launch", map(launched, changes))
 
 
 def instructions() -> list[str]:

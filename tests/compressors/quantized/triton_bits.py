@@ -9,7 +9,7 @@ operators; or compiles them for NVIDIA GPUs and prints the instructions on float
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -109,9 +109,21 @@ def hooks() -> list[str]:
     return differing
 
 
+def messages_of(build: Any, place: Any, name: str, faulty: Iterable[Any]) -> list[str]:
+    """What `build` says with each of `faulty` in the place of a function: an error, or an id."""
+    messages = []
+    for replacement in faulty:
+        build.cache_clear()
+        with mock.patch.object(place, name, replacement):
+            try:
+                messages.append(build(CPU, torch.float32, BlockCode(8, 16)))
+            except HookConfigError as error:
+                messages.append(str(error))
+    return messages
+
+
 def faults() -> list[str]:
     """What `build` says of kernels that are wrong, or cannot run."""
-    messages = []
 
     # Each change is one that a kernel which computes something else would make.
     def launched(change: Callable[[dict[str, Any]], Any]) -> Any:
@@ -120,20 +132,14 @@ def faults() -> list[str]:
             change(options) or real(self, kernel, *a, **options)
         )
 
-    for change in (
+    changes = (
         lambda options: options.update(LEVELS=126) if "LEVELS" in options else None,
         lambda options: options.update(SCALED=False) if "SCALED" in options else None,
         lambda options: options.update(FEEDBACK=False) if "FEEDBACK" in options else None,
         lambda options: options.update(RANKS=4) if "HALVINGS" in options else None,
         lambda options: options["unknown"],
-    ):
-        build.cache_clear()
-        with mock.patch.object(TritonKernel, "_launch", launched(change)):
-            try:
-                messages.append(build(CPU, torch.float32, BlockCode(8, 16)))
-            except HookConfigError as error:
-                messages.append(str(error))
-    return messages
+    )
+    return messages_of(build, TritonKernel, "_launch", map(launched, changes))
 
 
 def instructions() -> list[str]:

@@ -32,7 +32,7 @@ class Figure:
         command: measures it. FOLDER is the folder for what it writes.
         minutes: about how long it takes on two cores.
         printed: where README and docs print it, as "page.md#heading".
-        root: it limits a link, which needs Linux, root, `ip` and `tc`.
+        root: it limits a link, which needs Linux, root, `ip` and `tc`, or takes real-time priority.
         picture: the file in docs/figures that `command` draws.
         stored: draws the picture from stored measurements, without measuring.
     """
@@ -191,16 +191,17 @@ FIGURES = {
         stored="benchmarks/diloco_rounds.py --plot FOLDER/diloco_rounds.png",
     ),
     "members_link": Figure(
-        "benchmarks/members_link.py --json FOLDER/members_link.json",
+        "benchmarks/members_link.py --real-time --json FOLDER/members_link.json",
         5,
         ("docs/members.md#what-a-death-costs",),
         root=True,
     ),
     "members": Figure(
-        "benchmarks/members.py --json FOLDER/members.json --results"
+        "benchmarks/members.py --real-time --json FOLDER/members.json --results"
         " FOLDER/members.jsonl --plot FOLDER/members.png",
         8,
         ("docs/members.md#what-a-death-costs",),
+        root=True,
         picture="members.png",
         stored="benchmarks/members.py --from docs/figures/members.jsonl --plot FOLDER/members.png",
     ),

@@ -3,7 +3,7 @@ with restarts, and with torchft's own algorithms?
 
     python benchmarks/members.py [--seconds 60] [--kill-every 0 30] [--save-every 50]
     [--every 10] [--speeds 1 0.5 0.2] [--jobs members torchrun] [--plot members.png]
-    sudo chrt -r 1 python benchmarks/members.py  # with real-time priority
+    [--real-time]
 
 Three machines of one process on this host train a small model, with an outer step every --every
 steps. A step takes --step-ms, most of which is sleep, so that the host can play three machines.
@@ -20,8 +20,7 @@ again, too.
 
 Before, three machines train alone, with the same steps and without a hook: what is measured is what
 the outer steps and the deaths cost, and not how long a sleep takes on this host. What is measured
-begins and ends with an outer step. With fewer cores than machines, threads that wake for a message
-wait for the time slices of other machines, unless they have real-time priority.
+begins and ends with an outer step.
 
 --results writes what happened in the last run with members, a line of JSON for each outer step of
 each machine, each death and each new start; --plot draws it, and with --from FILE what an earlier
@@ -52,7 +51,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Row, in_words, machine, number, parse, parser, report
+from common import Row, in_words, machine, number, parse, parser, report, take_real_time
 
 MACHINES = 3
 COLORS = ("#1d4ed8", "#f59e0b", "#7c3aed")
@@ -80,6 +79,7 @@ def arguments() -> argparse.ArgumentParser:
         "--from", dest="stored", type=Path, metavar="FILE", help="draw what --results has written"
     )
     made.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
+    made.add_argument("--real-time", action="store_true", help="go before other processes")
     return made
 
 
@@ -88,6 +88,8 @@ def main() -> None:
     if args.stored is not None:
         draw([json.loads(line) for line in args.stored.read_text().splitlines()], args.plot)
         return
+    if args.real_time:
+        take_real_time()
     at = machine()
     rates = _run("alone", args).rates()
     if len(rates) < MACHINES:

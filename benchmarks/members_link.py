@@ -2,7 +2,7 @@
 what does `delay` save?
 
     sudo python benchmarks/members_link.py [--rate 10mbit] [--width 9500] [--every 50] [--delay 25]
-                                          [--jobs joining delay]
+                                          [--jobs joining delay] [--real-time]
 
 Two machines of one process train over a switch (limited_link.py), each in a namespace whose link
 has --rate, with rounds of --every steps of --step-ms, most of which is sleep. After --rounds rounds
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Row, machine, number, parse, parser, report
+from common import Row, machine, number, parse, parser, report, take_real_time
 from limited_link import SUBNET, Switch
 
 SCRIPT = Path(__file__).with_name("members_training.py")
@@ -46,12 +46,15 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--step-ms", type=float, default=100)
     made.add_argument("--rounds", type=int, default=8)
     made.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    made.add_argument("--real-time", action="store_true", help="go before other processes")
     return made
 
 
 def main() -> None:
     quick = {"rate": "200mbit", "width": 64, "every": 10, "step_ms": 20, "rounds": 1}
     args = parse(arguments(), jobs=["joining"], **quick)
+    if args.real_time:
+        take_real_time()
     at = machine()
     rows = _of(args, comes="joining" in args.jobs)
     if "delay" in args.jobs:

@@ -284,7 +284,7 @@ def main(settings: dict) -> None:
                     **more,
                 )
             before = now
-            time.sleep(settings.get("sleep_s", 0.01))
+            time.sleep(settings.get("sleep_s", 0.05))
         if settings.get("save") and shards is not None:
             dcp.save(
                 sharded_content(module, optimizer, hook),

@@ -97,6 +97,7 @@ def _start() -> tuple[subprocess.Popen[bytes], Path]:
     )
     stub.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env["RUST_LOG"] = "off"  # read when torchft is imported
     read, write = os.pipe()
     process = subprocess.Popen(
         [sys.executable, __file__, str(folder), str(write), str(stub)],

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import HookConfigError, HookRunError
+from commhooks.errors import AttachError, HookConfigError, HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
@@ -327,15 +327,29 @@ class PlainGradients(GradientSource):
             self._in_no_sync = before
 
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
+        mine = self.names.named_parameters()
+        for other in list(_hooked):
+            taken = set(map(id, other.names.named_parameters().values()))
+            if shared := [name for name, parameter in mine.items() if id(parameter) in taken]:
+                raise AttachError(
+                    f"parameter {shared[0]} has the hook {other.hook!r} already, so"
+                    f" {callbacks.name!r} cannot be attached: call detach() on the earlier hook, or"
+                    " close()"
+                )
         self._callbacks = callbacks
-        self._handles = call_after_accumulation(
-            self.names.named_parameters().values(), self._on_accumulated
-        )
+        self._handles = call_after_accumulation(mine.values(), self._on_accumulated)
+        _hooked.add(self)
         module = self.module
         assert module is not None
         keep_with(module, self)
 
+    @property
+    def hook(self) -> str:
+        """The name of the registered hook; "" without."""
+        return "" if self._callbacks is None else self._callbacks.name
+
     def unregister(self) -> None:
+        _hooked.discard(self)
         while self._handles:
             self._handles.pop().remove()
 
@@ -370,6 +384,10 @@ class PlainGradients(GradientSource):
             if not grad.is_sparse and (reduced is not flat or flat.data_ptr() != grad.data_ptr()):
                 grad.copy_(reduced.view(grad.shape))
         self._callbacks.end_pass()
+
+
+_hooked: "weakref.WeakSet[PlainGradients]" = weakref.WeakSet()
+"""Those with a hook. A module shows no hook of its parameters."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

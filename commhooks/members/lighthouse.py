@@ -342,7 +342,9 @@ class Lighthouse:
             self._answer_for(name)
 
     def _answer_for(self, name: str) -> None:
-        threading.Thread(target=self._post, args=(name,), daemon=True).start()
+        # No daemon: the process would abort if a thread came back from native code while the
+        # interpreter ends. It takes up to `_POST_LIMIT_S`.
+        threading.Thread(target=self._post, args=(name,), name="commhooks answer").start()
 
     def _post(self, name: str) -> None:
         """Put a report into the next quorum that says that the machine has left. Do not wait for

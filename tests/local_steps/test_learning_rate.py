@@ -110,7 +110,9 @@ def test_a_learning_rate_that_the_step_sets_stays(run_ranks):
     assert run_ranks(_a_step_that_sets_its_own) == [0.5, 0.5]
 
 
-def _of_two_models(factors: tuple[float, float], kind: str) -> list[tuple[list[float], list[float]]]:
+def _of_two_models(
+    factors: tuple[float, float], kind: str
+) -> list[tuple[list[float], list[float]]]:
     """The rates of all groups in each step, and after it. One optimizer steps two models that have
     hooks, and a weight that has none.
     """

@@ -283,7 +283,8 @@ class PlainGradients(GradientSource):
 
     It is for hooks that average weights with one process per machine: at the end of the backward
     pass each gradient becomes a bucket. `accumulates`: returns whether the running pass only
-    accumulates gradients, for frameworks; other loops use `no_sync`.
+    accumulates gradients, for frameworks; other loops use `no_sync`. Raises AttachError if a
+    parameter has a hook already.
     """
 
     nothing_to_reduce = (
@@ -312,6 +313,7 @@ class PlainGradients(GradientSource):
         self._handles: list[RemovableHandle] = []
         self._task = -1  # the running backward pass
         self._in_no_sync = False
+        self._check_free()
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -327,29 +329,28 @@ class PlainGradients(GradientSource):
             self._in_no_sync = before
 
     def register(self, callbacks: HookCallbacks, state: Any) -> None:
-        mine = self.names.named_parameters()
-        for other in list(_hooked):
-            taken = set(map(id, other.names.named_parameters().values()))
-            if shared := [name for name, parameter in mine.items() if id(parameter) in taken]:
-                raise AttachError(
-                    f"parameter {shared[0]} has the hook {other.hook!r} already, so"
-                    f" {callbacks.name!r} cannot be attached: call detach() on the earlier hook, or"
-                    " close()"
-                )
         self._callbacks = callbacks
-        self._handles = call_after_accumulation(mine.values(), self._on_accumulated)
+        self._handles = call_after_accumulation(
+            self.names.named_parameters().values(), self._on_accumulated
+        )
         _hooked.add(self)
         module = self.module
         assert module is not None
         keep_with(module, self)
 
-    @property
-    def hook(self) -> str:
-        """The name of the registered hook; "" without."""
-        return "" if self._callbacks is None else self._callbacks.name
+    def _check_free(self) -> None:
+        for other in list(_hooked):
+            taken = set(map(id, other.names.named_parameters().values()))
+            for name, parameter in self.names.named_parameters().items():
+                if id(parameter) in taken and other._callbacks is not None:
+                    raise AttachError(
+                        f"parameter {name} has the hook {other._callbacks.name!r} already: call its"
+                        " detach() before you attach another one"
+                    )
 
     def unregister(self) -> None:
         _hooked.discard(self)
+        self._callbacks = None  # the module keeps this object, but not what the hook holds
         while self._handles:
             self._handles.pop().remove()
 

@@ -128,9 +128,7 @@ class CommonState:
             groups = [
                 {k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups
             ]
-            names = " | ".join(
-                self._names_of(group["params"]) for group in optimizer.param_groups
-            )
+            names = " | ".join(self._names_of(group["params"]) for group in optimizer.param_groups)
             set_value = functools.partial(_set_optimizer, optimizer, names)
             # the key ensures that the groups have the same parameters
             value = {names: {"state": state, "groups": groups}}
@@ -472,8 +470,7 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether elements of `tensor` share memory, as after `expand`: torch writes none."""
     return any(
-        size > 1 and stride == 0
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 

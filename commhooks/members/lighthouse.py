@@ -271,6 +271,7 @@ class Lighthouse:
         # the next quorum also ends a request that nobody waits for any more
         if self._request is not None:
             self._request.answer(_POST_LIMIT_S)
+        self._client = None  # it has threads and sockets, and `stats` may still need this object
 
     def _reason(self) -> str:
         place = urlsplit(self._address if "//" in self._address else f"//{self._address}").netloc

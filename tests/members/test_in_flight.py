@@ -117,6 +117,7 @@ def test_an_exchange_in_flight_fails(start: Callable[..., Machine], fault: str, 
         a.wait_for(lambda line: line["what"] == "sent" and line["part"] == ["a", "b"])
     a.round(max(a.rounds) + 5)
     end(a, b)
+    c.kill()
     compare_with_oracle([a, b, c], "int4", first="ab", **GIVEN | given)
     assert_equal_weights(a, b, c, of=["anchor"])
     began = [line for line in sent(a) if line["part"] == ["a", "b", "c"]]

@@ -260,6 +260,8 @@ def test_the_others_train_on_while_a_machine_reads_the_state(
     assert len(alone) > 8, "a machine that reads is not waited for"
     found = re.findall(r"c goes on from .* has read the last (\d+) of them", c.log.read_text())
     assert len(found) == 1 and int(found[0]) > 8, c.log.read_text()[-2000:]
+    a.kill()
+    c.kill()
     assert_equal_weights(a, c)
     compare_with_oracle([a, c], "int4", **given)
 
@@ -282,6 +284,8 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
         "a waited until timeout_s for connections that b no longer had"
     )
     b.round(max(a.rounds) + 8)
+    a.kill()
+    b.kill()
     assert_equal_weights(a, b)
     missed = set(a.rounds) - set(b.rounds)
     assert any(step > stopped for step in missed)

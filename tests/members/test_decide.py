@@ -73,8 +73,8 @@ STATES = list(itertools.product(PLACES, TRAINED, ATTEMPTS))
 
 
 def combinations(machines: int, every: int = 1) -> Iterator[list[Report]]:
-    """All combinations of states, or one of `every` so many, without the order of the machines, which differs from combination
-    to combination.
+    """All combinations of states, or one of `every` so many, without the order of the machines,
+    which differs from combination to combination.
     """
     for number, states in enumerate(itertools.combinations_with_replacement(STATES, machines)):
         if number % every:

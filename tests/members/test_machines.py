@@ -429,16 +429,16 @@ def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
     weight; in a sharded model in the shard of the last rank. When it is alone again it can leave,
     within the time that it was given.
     """
-    start = functools.partial(start, least=2, wait_s=2.0, every=4, sleep_s=0.1, **given)
+    start = functools.partial(start, least=2, wait_s=2.0, every=8, sleep_s=0.1, **given)
     a = start("a")
     a.wait_for_text("members: 1 of min_machines=2 is here; waiting")
     assert not a.rounds
     b = start("b", shift=1)
-    b.round(4)
-    a.round(4)
+    b.round(3)
+    a.round(3)
     assert {tuple(line["names"]) for line in a.rounds.values()} == {("a", "b")}
     assert_equal_weights(a, b)
-    time.sleep(0.25)  # into the round
+    time.sleep(0.4)  # into the round, which takes 0.8 s or more
     b.kill()
     a.signal(signal.SIGTERM)
     assert a.end()["sent"] is False

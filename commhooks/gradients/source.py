@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.errors import HookConfigError, HookRunError
+from commhooks.errors import AttachError, HookConfigError, HookRunError
 from commhooks.gradients.layout import Bucket
 from commhooks.gradients.modes import plain_mode
 from commhooks.gradients.names import ModelNames, ParameterNames, all_names, own_name
@@ -283,7 +283,8 @@ class PlainGradients(GradientSource):
 
     It is for hooks that average weights with one process per machine: at the end of the backward
     pass each gradient becomes a bucket. `accumulates`: returns whether the running pass only
-    accumulates gradients, for frameworks; other loops use `no_sync`.
+    accumulates gradients, for frameworks; other loops use `no_sync`. Raises AttachError if a
+    parameter has a hook already.
     """
 
     nothing_to_reduce = (
@@ -312,6 +313,7 @@ class PlainGradients(GradientSource):
         self._handles: list[RemovableHandle] = []
         self._task = -1  # the running backward pass
         self._in_no_sync = False
+        self._check_free()
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -331,11 +333,24 @@ class PlainGradients(GradientSource):
         self._handles = call_after_accumulation(
             self.names.named_parameters().values(), self._on_accumulated
         )
+        _hooked.add(self)
         module = self.module
         assert module is not None
         keep_with(module, self)
 
+    def _check_free(self) -> None:
+        for other in list(_hooked):
+            taken = set(map(id, other.names.named_parameters().values()))
+            for name, parameter in self.names.named_parameters().items():
+                if id(parameter) in taken and other._callbacks is not None:
+                    raise AttachError(
+                        f"parameter {name} has the hook {other._callbacks.name!r} already: call its"
+                        " detach() before you attach another one"
+                    )
+
     def unregister(self) -> None:
+        _hooked.discard(self)
+        self._callbacks = None  # the module keeps this object, but not what the hook holds
         while self._handles:
             self._handles.pop().remove()
 
@@ -370,6 +385,10 @@ class PlainGradients(GradientSource):
             if not grad.is_sparse and (reduced is not flat or flat.data_ptr() != grad.data_ptr()):
                 grad.copy_(reduced.view(grad.shape))
         self._callbacks.end_pass()
+
+
+_hooked: "weakref.WeakSet[PlainGradients]" = weakref.WeakSet()
+"""Those with a hook. A module shows no hook of its parameters."""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

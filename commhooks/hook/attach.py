@@ -1,5 +1,6 @@
 """`attach`: register a hook with a model."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -167,11 +168,16 @@ def attach_request(
     if (request.off or request.shards_alone) and not source.from_ddp and between_replicas:
         request = request.as_plain_average()
     hook, state = _agreed_hook(request, source, loss_scale, total_steps)
-    attached = CommHook(request, hook, source, _shards_of(request, hook, source))
-    if not request.off:
-        attached._register(state, on_unused)
-        if total_steps is not None:
-            attached.will_end(total_steps)
+    with contextlib.ExitStack() as undo:  # if the model takes no hook after all
+        undo.callback(hook.close)
+        shards = _shards_of(request, hook, source)
+        undo.callback(lambda: None if shards is None else shards.detach())
+        attached = CommHook(request, hook, source, shards)
+        if not request.off:
+            attached._register(state, on_unused)
+        undo.pop_all()
+    if not request.off and total_steps is not None:
+        attached.will_end(total_steps)
     if is_logging_rank(source.group, source.shard_group):
         _log_attached(request, hook, source)
     return attached

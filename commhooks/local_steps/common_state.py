@@ -128,9 +128,9 @@ class CommonState:
             groups = [
                 {k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups
             ]
-            names = self._names_of(parameters)
+            names = " | ".join(self._names_of(group["params"]) for group in optimizer.param_groups)
             set_value = functools.partial(_set_optimizer, optimizer, names)
-            # the key ensures that the parameters are the same
+            # the key ensures that the groups have the same parameters
             value = {names: {"state": state, "groups": groups}}
             found[label + (f" ({same + 1})" if same else "")] = value, set_value
         if optimizers and (scaler := scaler_of(self._loss_scale)) is not None:
@@ -330,6 +330,8 @@ def _set_optimizer(optimizer: torch.optim.Optimizer, names: str, value: dict[str
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise _CannotRebuild
     for group, new in zip(optimizer.param_groups, groups, strict=True):
         group.update(new)
 
@@ -434,9 +436,11 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
         leaf = _Leaf(*inner)
         new = arrived.get(leaf.number)
         if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == leaf.form:
-            if new is not None:
+            if new is None or (_is_expanded(own) and torch.equal(own, new.to(own.device))):
+                return own
+            if not _is_expanded(own):
                 own.detach().copy_(new)
-            return own
+                return own
         if new is None:
             raise _CannotRebuild
         return new.to("cpu" if leaf.on_host else new.device, copy=True)
@@ -461,6 +465,13 @@ def _rebuilt(own: Any, node: Node, arrived: Mapping[int, torch.Tensor]) -> Any:
         own[:] = items
         return own
     return items if kind == "list" else tuple(items)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements of `tensor` share memory, as after `expand`: torch writes none."""
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _messages(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:

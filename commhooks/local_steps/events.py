@@ -5,6 +5,7 @@ optimizer may be multiplied."""
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import copy_each, run_after_backward
 from commhooks.local_steps.notices import refuse_sharded_steps
 from commhooks.local_steps.schedule import (
@@ -56,7 +58,6 @@ class TrainingEvents:
         # `State.ended` at the latest step of each parameter
         self._stepped_at = dict.fromkeys(self._parameters, -1)
         self._listener = weakref.ref(listener)
-        self._scaled = _ScaledRates()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         _watch_all_optimizers()
         _watching[self] = None
@@ -66,7 +67,9 @@ class TrainingEvents:
         )
 
     def close(self) -> None:
-        self._scaled.restore()
+        for optimizer in list(_scaled.changed):
+            if self._parameters_of(optimizer):
+                _scaled.restore(optimizer.param_groups)
         self._before_forward.remove()
         _watching.pop(self, None)
 
@@ -89,22 +92,22 @@ class TrainingEvents:
         if optimizer not in self._optimizers:
             refuse_sharded_steps(optimizer)
         listener.on(StepBegins())
-        self._scaled.restore()  # the previous step may have raised
-        self._scaled.multiply(optimizer, listener.lr_factor(optimizer))
+        groups = [group for group in optimizer.param_groups if self._parameters_in(group)]
+        _scaled.multiply(optimizer, groups, listener.lr_factor(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         listener, stepped = self._listener(), self._parameters_of(optimizer)
         if listener is None or not stepped:
             return
-        self._scaled.restore()
         self._optimizers[optimizer] = None
         self._stepped_at.update(dict.fromkeys(stepped, listener.state.ended))
         listener.on(StepEnds(min(self._stepped_at.values())))
 
     def _parameters_of(self, optimizer: Optimizer) -> set[int]:
-        return {
-            id(p) for group in optimizer.param_groups for p in group["params"]
-        } & self._parameters.keys()
+        return set[int]().union(*map(self._parameters_in, optimizer.param_groups))
+
+    def _parameters_in(self, group: dict[str, Any]) -> set[int]:
+        return set(map(id, group["params"])) & self._parameters.keys()
 
     def reset_nonfinite(self) -> None:
         """Reset the optimizer state of each parameter whose state has a non-finite number, such as
@@ -189,27 +192,75 @@ def _middle(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach()[tuple(size // 2 for size in parameter.shape)]
 
 
-class _ScaledRates:
-    """Multiplies the learning rate of an optimizer until `restore`, so that schedulers, logs and
-    checkpoints see the user's."""
+@dataclass
+class _ScaledRate:
+    """What the learning rate of a parameter group is during a step, and the user's."""
 
-    def __init__(self) -> None:
-        # (parameter group, the user's rate, multiplied)
-        self._changed: list[tuple[dict[str, Any], Any, Any]] = []
+    group: dict[str, Any]
+    factor: float
+    users: Any
+    multiplied: Any
 
-    def multiply(self, optimizer: Optimizer, factor: float) -> None:
-        for group in optimizer.param_groups if factor != 1.0 else ():
-            # a number or a tensor. Do not change the tensor in place: schedulers may hold it
-            users = group["lr"]
-            group["lr"] = users * factor
-            self._changed.append((group, users, group["lr"]))
+    @classmethod
+    def of(cls, group: dict[str, Any], factor: float, optimizer: Optimizer) -> "_ScaledRate":
+        """Multiply the learning rate of a group of `optimizer`. Raises HookRunError if it has
+        none."""
+        users = group.get("lr")  # a number or a tensor
+        if factor == 1.0:
+            return cls(group, factor, users, users)
+        if users is None:
+            raise HookRunError(
+                f"lr_factor multiplies the learning rate of {type(optimizer).__name__} by"
+                f" {factor:.3g}, but the optimizer has none (lr=None): set lr, or leave out"
+                " lr_factor"
+            )
+        # Do not change a tensor in place: schedulers may hold it.
+        group["lr"] = users * factor
+        return cls(group, factor, users, group["lr"])
 
     def restore(self) -> None:
-        for group, users, multiplied in self._changed:
-            if group["lr"] is multiplied:  # otherwise the step has set another learning rate
-                group["lr"] = users
-        self._changed.clear()
+        if self.group.get("lr") is self.multiplied and self.factor != 1.0:
+            self.group["lr"] = self.users  # otherwise the step has set another learning rate
 
+
+class _ScaledRates:
+    """Multiplies learning rates during a step, so that schedulers, logs and checkpoints see the
+    user's. An optimizer may step several models with hooks, and share its groups with another
+    one, whose step is within its own.
+
+    Attributes:
+        changed: what has been multiplied, by id of the group."""
+
+    def __init__(self) -> None:
+        self.changed: weakref.WeakKeyDictionary[Optimizer, dict[int, _ScaledRate]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def multiply(
+        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], factor: float
+    ) -> None:
+        """Multiply the learning rates of some groups, each once in a step. Raises HookRunError if
+        another model has multiplied one by another factor, or if one has no learning rate."""
+        changed = self.changed.setdefault(optimizer, {})
+        for group in groups:
+            before = changed.get(id(group))
+            if before is None:
+                changed[id(group)] = _ScaledRate.of(group, factor, optimizer)
+            elif before.factor != factor:
+                raise HookRunError(
+                    f"a parameter group of {type(optimizer).__name__} has weights of two models,"
+                    f" whose hooks multiply its learning rate by {before.factor:.3g} and by"
+                    f" {factor:.3g}: give each model a parameter group of its own"
+                )
+
+    def restore(self, groups: Sequence[dict[str, Any]]) -> None:
+        for changed in list(self.changed.values()):
+            for group in groups:
+                if (rate := changed.pop(id(group), None)) is not None:
+                    rate.restore()
+
+
+_scaled = _ScaledRates()
 
 _watching: weakref.WeakKeyDictionary[TrainingEvents, None] = weakref.WeakKeyDictionary()
 """In the order of construction, which is the same on all ranks."""
@@ -225,12 +276,14 @@ def _watch_all_optimizers() -> None:
 
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    _scaled.restore(optimizer.param_groups)  # the previous step may have raised
     for events in list(_watching):
         events.before_step(optimizer)
 
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    _scaled.restore(optimizer.param_groups)
     for events in list(_watching):
         events.after_step(optimizer)
 

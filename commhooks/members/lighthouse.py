@@ -271,6 +271,7 @@ class Lighthouse:
         # the next quorum also ends a request that nobody waits for any more
         if self._request is not None:
             self._request.answer(_POST_LIMIT_S)
+        self._client = None  # it has threads and sockets, and `stats` may still need this object
 
     def _reason(self) -> str:
         place = urlsplit(self._address if "//" in self._address else f"//{self._address}").netloc
@@ -342,7 +343,9 @@ class Lighthouse:
             self._answer_for(name)
 
     def _answer_for(self, name: str) -> None:
-        threading.Thread(target=self._post, args=(name,), daemon=True).start()
+        # No daemon: the process would abort if a thread came back from native code while the
+        # interpreter ends. It takes up to `_POST_LIMIT_S`.
+        threading.Thread(target=self._post, args=(name,), name="commhooks answer").start()
 
     def _post(self, name: str) -> None:
         """Put a report into the next quorum that says that the machine has left. Do not wait for

@@ -59,6 +59,7 @@ class ThisMachine:
         )
         self.id = ranks.first_text(own_id)
         self.store = ""
+        self._store: dist.TCPStore | None = None
         self.connections = Connections(self.id, ranks.shard, device, self.timeout_s, self.client)
         failure = ""
         try:
@@ -126,9 +127,12 @@ class ThisMachine:
             self.lighthouse.heartbeats.waited_for()
 
     def close(self) -> None:
-        """Tell the others that they need not wait for this machine, and close everything."""
+        """Tell the others that they need not wait for this machine, and close everything; `stats`
+        and `state_dict` still work.
+        """
         if self.lighthouse is not None:
             self.lighthouse.close()
         if self.server is not None:
             self.server.close()
         self.connections.close()
+        self._store = None  # which ends its thread

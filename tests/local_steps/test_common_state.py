@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.local_steps.common_state import packed_values, set_packed
 from commhooks.local_steps.outer_steps import OuterSteps
 from commhooks.local_steps.partner import Due, FixedPartner
 from commhooks.local_steps.schedule import Exchanged
@@ -446,6 +447,51 @@ def test_a_machine_meets_the_others_when_all_its_optimizers_have_stepped(how):
         assert met == [(6, False, [0, 0])] and len(late) == 1
     else:
         assert met[0] == (2, False, [2, 2]) and not late
+
+
+def _of_a_machine(number: int, grouped: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model with buffers whose elements share memory, its optimizer and its common state."""
+    model = nn.Linear(4, 1)
+    model.register_buffer("seen", torch.full((4,), float(number)).expand(3, 4))
+    model.register_buffer("mask", torch.ones(4).expand(3, 4))
+    hook = commhooks.attach(model, commhooks.DiLoCo())
+    parameters = list(model.parameters())
+    groups = [parameters] if grouped else [[parameter] for parameter in parameters]
+    optimizer = torch.optim.Adam([{"params": group} for group in groups], lr=0.1 * number)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer, hook._hook.driver.common
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["the same groups", "other groups"])
+def test_a_machine_takes_all_state_of_another_one_that_fits(grouped):
+    with process_group_of_one():
+        first, optimizer, common = _of_a_machine(1, True)
+        second, own, taker = _of_a_machine(2, grouped)
+        mask = second.mask
+        form, tensors = common.described({})
+        differing = taker.take(form, dict(enumerate(tensors)), {})
+        rates = {label: value for label, (value, _) in common.rates().items()}
+        set_packed(packed_values(rates), taker.rates())  # after each outer step
+    assert torch.equal(second.seen, first.seen) and second.mask is mask
+    assert {group["lr"] for group in own.param_groups} == {0.1 if grouped else 0.2}
+    moments = [state["exp_avg"] for state in own.state.values()]
+    others = [state["exp_avg"] for state in optimizer.state.values()]
+    assert grouped == all(map(torch.equal, moments, others))
+    assert differing == [] if grouped else ["the state of Adam with 2 parameters"]
+
+
+def test_a_module_takes_one_hook_at_a_time():
+    """Each would exchange its weights, and multiply learning rates."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with process_group_of_one():
+        hook = commhooks.attach(model, commhooks.DiLoCo())
+        for part in (model, model[1]):
+            with pytest.raises(commhooks.AttachError, match="has the hook 'diloco' already"):
+                commhooks.attach(part, commhooks.LocalSGD())
+        hook.detach()
+        commhooks.attach(model[1], commhooks.LocalSGD()).close()
+        commhooks.attach(model, commhooks.LocalSGD())
 
 
 def test_no_sync_is_for_modules_that_nothing_wraps():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.ddp_steps import log_lines
-from tests.support.training import Run
+from tests.support.training import Run, batch
 
 OPTIMIZERS = {
     "AdamW": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
@@ -108,3 +108,88 @@ def _a_step_that_sets_its_own() -> float:
 
 def test_a_learning_rate_that_the_step_sets_stays(run_ranks):
     assert run_ranks(_a_step_that_sets_its_own) == [0.5, 0.5]
+
+
+def _of_two_models(
+    factors: tuple[float, float], kind: str
+) -> list[tuple[list[float], list[float]]]:
+    """The rates of all groups in each step, and after it. One optimizer steps two models that have
+    hooks, and a weight that has none.
+    """
+    runs = [
+        Run.new(hook="diloco", hook_options={"sync_every": 2, "lr_factor": factor})
+        for factor in factors
+    ]
+    parts = [list(run.ddp.parameters()) for run in runs]
+    groups = {"one group": [[*parts[0], *parts[1]]], "a group each": parts}[kind]
+    alone = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([{"params": group} for group in [*groups, [alone]]], lr=0.01)
+    found = []
+    inside: list[float] = []
+
+    def rates() -> list[float]:
+        return [group["lr"] for group in optimizer.param_groups]
+
+    optimizer.register_step_pre_hook(lambda *_: inside.extend(rates()))
+    for step in range(3):
+        for run in runs:
+            images, labels = batch(step, 0)
+            torch.nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        optimizer.step()
+        found.append((list(inside), rates()))
+        inside.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "factors", "multiplied"),
+    [
+        ("one group", (3.0, 3.0), [0.03, 0.01]),
+        ("a group each", (3.0, 2.0), [0.03, 0.02, 0.01]),
+        ("a group each", (1.0, 2.0), [0.01, 0.02, 0.01]),
+    ],
+)
+def test_one_optimizer_may_step_two_models_with_hooks(run_ranks, kind, factors, multiplied):
+    """The rate of a group is multiplied once, by the factor of the model whose weights it has."""
+    (found,) = run_ranks(_of_two_models, factors, kind, world_size=1)
+    for inside, after in found:
+        assert inside == pytest.approx(multiplied) and after == [0.01] * len(multiplied)
+
+
+def test_two_models_may_not_multiply_the_rate_of_one_group_by_two_factors(run_ranks):
+    with pytest.raises(AssertionError, match="give each model a parameter group of its own"):
+        run_ranks(_of_two_models, (3.0, 2.0), "one group", world_size=1)
+
+
+class _Around(torch.optim.Optimizer):
+    """Shares its groups with the optimizer that does its steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def _with_an_odd_optimizer(kind: str) -> tuple[list[float], float]:
+    run = Run.new(hook="diloco", hook_options={"sync_every": 2, "lr_factor": 3.0})
+    inner = torch.optim.AdamW(run.ddp.parameters(), lr=0.01)
+    inside: list[float] = []
+    inner.register_step_pre_hook(lambda *_: inside.append(inner.param_groups[0]["lr"]))
+    run.optimizer = _Around(inner)
+    if kind == "no rate":
+        inner.param_groups[0]["lr"] = None
+    run.train(2)
+    return inside, inner.param_groups[0]["lr"]
+
+
+def test_a_step_within_another_one_is_multiplied_once(run_ranks):
+    (found,) = run_ranks(_with_an_odd_optimizer, "nested", world_size=1)
+    assert found == ([0.03, 0.03], 0.01)
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused(run_ranks):
+    with pytest.raises(AssertionError, match=r"the optimizer has none \(lr=None\)"):
+        run_ranks(_with_an_odd_optimizer, "no rate", world_size=1)

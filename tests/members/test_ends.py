@@ -5,15 +5,21 @@ ends with it.
 import os
 import subprocess
 import sys
+import threading
 import time
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
+import commhooks
 from commhooks.members.heartbeats import Heartbeats
 from commhooks.members.lines import Lines
+from tests.support.ddp_steps import process_group_of_one
 from tests.support.machines import lighthouse
 
 _JOB = """
@@ -40,6 +46,57 @@ def test_no_thread_of_a_native_client_outlives_the_interpreter() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "before ['commhooks heartbeat']\nat the end []\n", done.stdout
+
+
+def _open() -> tuple[int, int]:
+    """Return the number of threads, native ones as well, and of open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _within(most: tuple[int, int]) -> bool:
+    return all(now <= limit for now, limit in zip(_open(), most, strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_closed_hook_leaves_no_thread_and_no_file_open() -> None:
+    """The hook itself is kept for its `stats`, and the model, which another hook may get."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = []
+    with lighthouse() as address, process_group_of_one():
+        for times in range(3):
+            members = commhooks.Torchft(lighthouse=address, timeout_s=20.0)
+            hooks.append(commhooks.attach(model, commhooks.DiLoCo(sync_every=1), members=members))
+            for _ in range(2):
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+            hooks[-1].close()
+            if times == 0:  # torch and torchft start some that stay
+                time.sleep(0.5)
+                before = _open()
+        deadline = time.monotonic() + 10.0
+        while not _within(before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _within(before), (_open(), before)
+    assert [hook.stats()["step"] for hook in hooks] == [1] * 3
+
+
+def test_a_hook_that_the_model_does_not_take_leaves_no_machine_behind() -> None:
+    with lighthouse() as address, process_group_of_one():
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(commhooks.AttachError, match="has a post-accumulate-grad hook"):
+            commhooks.attach(
+                model, commhooks.DiLoCo(), members=commhooks.Torchft(lighthouse=address)
+            )
+        deadline = time.monotonic() + 10.0
+        while _names() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not _names()
+
+
+def _names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "commhooks" in thread.name]
 
 
 def _heartbeats() -> Heartbeats:

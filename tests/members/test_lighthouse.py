@@ -236,6 +236,22 @@ def test_the_first_machine_answers_for_the_absent_until_it_is_absent(
     assert ("c:1", "d:1") not in answered[-2:]
 
 
+def test_a_process_ends_after_what_it_answers_for_another(
+    machine: Callable[..., Simulated],
+) -> None:
+    """A thread that comes back from native code while the interpreter ends aborts the process. So
+    the interpreter waits for it.
+    """
+    a, _ = machine("a"), machine("b")
+    time.sleep(0.7)  # the lighthouse has heard of b, and waits for it
+    a.lighthouse._answer_for("c:1")
+    (answering,) = (thread for thread in threading.enumerate() if thread.name == "commhooks answer")
+    assert not answering.daemon
+    began = time.monotonic()
+    answering.join()
+    assert time.monotonic() - began < 2.0
+
+
 def test_a_machine_that_was_declared_dead_wrongly_comes_back(
     machine: Callable[..., Simulated],
 ) -> None:

@@ -128,6 +128,15 @@ def _refused() -> dict[str, str]:
     model.set_custom_all_gather(SymmMemAllGather())
     found["symmetric memory"] = _raised(model)
     found["float8"] = _raised(_with_float8())
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"])
+    stepping = model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    given = {"hook": "int8_compress", "replicate_group": mesh["replicate"], "shards": "int8"}
+    with pytest.raises(AttachError) as raised:
+        commhooks.attach(model, **given)
+    found["the other hook"] = str(raised.value)
+    stepping.remove()
+    commhooks.attach(model, **given)  # nothing is left of the first one
     found["no glob"] = _warned()
     return found
 
@@ -148,6 +157,7 @@ def test_refusals_name_the_remedy(run_ranks: Any) -> None:
         "several meshes": "are sharded over different meshes; a hook needs one mesh",
         "symmetric memory": "an all-gather of its own already, SymmMemAllGather: shards cannot be",
         "float8": "unit Linear has parameters of type _Float8, which choose themselves what is",
+        "the other hook": "parameter head.weight has a post-accumulate-grad hook",
         "one replica, str": "hook 'int8_compress' with shards and without replicate_group",
         "one replica, DiLoCo": "hook 'diloco' with shards and without replicate_group",
         "other units": "ranks 1 of the sharding group have other units than rank 0",

@@ -19,7 +19,7 @@ the gradients in every step) is. Finished runs are appended to --results and not
   loss      validation or test loss at the end (nats per byte for the language model): mean over
             the seeds
   to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and
-            learning rate
+            learning rate; empty if that was not run
   to best   the same, to the best of the all-reduces with the most seeds, at whatever `lr` and
             `inner`; with several seeds also the range
   accuracy  of the digits: mean over the seeds
@@ -415,8 +415,8 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
     if not of_setting:
         return None
     losses = losses_by_seed(comparable)
-    exact = losses[baseline(words)]
-    more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting]
+    exact = losses.get(baseline(words), {})
+    more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting if run["seed"] in exact]
     best = min(exact_runs(words, losses), key=lambda by_seed: statistics.fmean(by_seed.values()))
     to_best = [run["loss"] / best[run["seed"]] - 1 for run in of_setting]
     return {
@@ -425,13 +425,19 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
         "ranks": count,
         "seeds": len(of_setting),
         "loss": statistics.fmean(run["loss"] for run in of_setting),
-        "more": 100 * statistics.fmean(more),
+        "more": 100 * statistics.fmean(more) if more else None,
         "to_best": 100 * statistics.fmean(to_best),
         "to_best_range": [100 * min(to_best), 100 * max(to_best)],
         "error": 100 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
         "accuracy": 100 * statistics.fmean(run.get("accuracy", 0) for run in of_setting) or None,
         "share": 100 * statistics.fmean(run["share"] for run in of_setting),
     }
+
+
+def cell_of_same_rate(row: Row) -> str:
+    if row["more"] is None:
+        return ""
+    return f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
 
 
 def cell_of_best(row: Row) -> str:
@@ -491,9 +497,7 @@ def main() -> None:
         "ranks": number("ranks"),
         "seeds": number("seeds"),
         "loss": number("loss", "{:.4f}"),
-        "to exact": lambda row: (
-            f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
-        ),
+        "to exact": cell_of_same_rate,
         "to best": cell_of_best,
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),

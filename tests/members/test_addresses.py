@@ -5,7 +5,6 @@ what follows.
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.machines import Machine
+from tests.support import warm
+from tests.support.machines import TORCHFT, Machine
 from tests.support.namespaces import Hosts, hosts, missing
 from tests.support.repository import PYTHONPATH
 
@@ -40,7 +40,7 @@ def start(net: Hosts, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
         "netns",
         "exec",
         net.router,
-        sys.executable,
+        warm.python(*TORCHFT),
         "-m",
         "commhooks",
         "lighthouse",

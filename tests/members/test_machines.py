@@ -47,6 +47,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
             each.kill()
 
 
+def begin_together(start: Callable[..., Machine]) -> tuple[Machine, Machine]:
+    """Start a, and then b, without which a does not train: neither takes the other's state. b can
+    go on alone.
+    """
+    a = start("a", least=2)
+    a.wait_for_text("1 of min_machines=2 is here; waiting")
+    return a, start("b")
+
+
 @pytest.mark.parametrize(
     ("wire", "others", "given"),
     [
@@ -134,26 +143,25 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
     """
     given: Any = SHARDED if ranks == "sharded" else {}
     start = functools.partial(start, timeout_s=3.0, **given)
-    a = start("a")
-    a.round(1)
-    b = start("b")
+    a, b = begin_together(start)
     a.wait_for(lambda line: line.get("part") == ["a", "b"])
     # all of its exchanges are with both
     c = start("c", fault=[fault, 1 if fault == "unconnected" else 3])
     a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
-    a.round(max(a.rounds) + 8)
+    a.round(max(a.rounds) + 6)
     for each in (a, b):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
-    assert_equal_weights(a, b, c)
     if fault in ("before", "exchanged", "agreed"):
         assert c.processes[-1].wait(10) == -signal.SIGKILL
         assert not given or c.end()["type"] == "HookRunError"
     else:
-        assert len(c.rounds) > 5  # it goes on
+        assert len(c.rounds) > 4  # it goes on
         assert "failed, and the machines meet again" in c.log.read_text()
         # Only when it has come: nothing was lost.
         assert c.log.read_text().count("c goes on from outer step ") == 1
+    c.kill()
+    assert_equal_weights(a, b, c)
     counts = {
         name: [line["count"] for line in each.rounds.values()]
         for name, each in {"a": a, "b": b}.items()
@@ -162,7 +170,7 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
         assert {later - before for before, later in zip(each[1:], each[2:], strict=False)} <= {
             EVERY
         }, name
-    compare_with_oracle([a, b, c], "int4", **given)
+    compare_with_oracle([a, b, c], "int4", first="ab", enough=15, **given)
 
 
 def test_a_machine_with_which_no_exchange_succeeds_ends_and_the_others_go_on(
@@ -188,22 +196,20 @@ def test_a_machine_with_which_no_exchange_succeeds_ends_and_the_others_go_on(
 def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given: Any) -> None:
     """The others know its name already, and do not wait for it until the timeout."""
     start = functools.partial(start, timeout_s=60.0, **given)
-    a = start("a")
-    a.round(1)
-    b = start("b")
+    a, b = begin_together(start)
     a.wait_for(lambda line: line.get("part") == ["a", "b"])
     c = start("c", fault=["listed", 1])
     assert c.processes[-1].wait(60) == -signal.SIGKILL
     died = time.monotonic()
     a.round(max(a.rounds) + 2)
     assert time.monotonic() - died < 20
-    a.round(max(a.rounds) + 5)
+    a.round(max(a.rounds) + 3)
     assert "failed, and the machines meet again" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
     assert_equal_weights(a, b)
-    compare_with_oracle([a, b, c], "int4", **given)
+    compare_with_oracle([a, b, c], "int4", first="ab", enough=11, **given)
 
 
 def test_the_others_do_not_wait_for_a_machine_that_was_killed(tmp_path: Path) -> None:
@@ -419,7 +425,7 @@ def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
     weight; in a sharded model in the shard of the last rank. When it is alone again it can leave,
     within the time that it was given.
     """
-    start = functools.partial(start, least=2, wait_s=4.0, every=4, sleep_s=0.1, **given)
+    start = functools.partial(start, least=2, wait_s=2.0, every=4, sleep_s=0.1, **given)
     a = start("a")
     a.wait_for_text("members: 1 of min_machines=2 is here; waiting")
     assert not a.rounds

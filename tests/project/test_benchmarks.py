@@ -35,7 +35,7 @@ ALONE = {
     "language_model": "--plot figures.png",
     "local_steps": "",
     "launches": "",
-    "members": "--seconds 3 --kill-every 4 --jobs members torchft-DiLoCo"
+    "members": "--seconds 2 --alone-seconds 1 --kill-every 2 --jobs members torchft-DiLoCo"
     " --results rows.jsonl --plot figures.png",
     "memory": "",
     "shards_loss": "",

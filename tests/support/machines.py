@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ print(server.address(), flush=True)
 time.sleep(600)
 """
 FRONT_JOB = Path(__file__).with_name("front_job.py")
-_TORCHFT = ("torchft.coordination", "torchft.process_group")
+TORCHFT = ("torchft.coordination", "torchft.process_group")
 
 
 @contextlib.contextmanager
@@ -39,7 +38,7 @@ def lighthouse(
     """
     process = subprocess.Popen(
         [
-            warm.python(*_TORCHFT),
+            warm.python(*TORCHFT),
             "-c",
             _LIGHTHOUSE,
             bind,
@@ -102,7 +101,7 @@ class Machine:
                 started = subprocess.Popen(
                     [
                         *prefix,
-                        sys.executable if prefix else warm.python(*modules, *_TORCHFT),
+                        warm.python(*modules, *TORCHFT),
                         str(script),
                         text,
                     ],

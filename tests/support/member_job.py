@@ -41,6 +41,7 @@ from commhooks.local_steps import flat_weights
 from commhooks.local_steps.common_state import CommonState
 from commhooks.local_steps.exchange import OuterExchange
 from commhooks.local_steps.outer_steps import OuterSteps
+from commhooks.members import client
 from commhooks.members.attempts import Attempts
 from commhooks.members.peers import Connections
 from commhooks.members.registered import Registered
@@ -106,6 +107,8 @@ def main(settings: dict) -> None:
     print(json.dumps({"what": "process", "pid": os.getpid()}), flush=True)
     if "buffer_bytes" in settings:  # several buffers
         flat_weights.BUFFER_BYTES = settings["buffer_bytes"]
+    if "status_limit_s" in settings:  # how long another machine may take to answer
+        client.STATUS_LIMIT_S = settings["status_limit_s"]
     model = module = new_model(
         settings.get("seed", 0), settings.get("width", 8), settings.get("out", 3)
     )
@@ -284,7 +287,7 @@ def main(settings: dict) -> None:
                     **more,
                 )
             before = now
-            time.sleep(settings.get("sleep_s", 0.01))
+            time.sleep(settings.get("sleep_s", 0.05))
         if settings.get("save") and shards is not None:
             dcp.save(
                 sharded_content(module, optimizer, hook),

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -45,7 +46,7 @@ SHARED = "COMMHOOKS_WARM_SERVERS"
 _ALWAYS = (
     "torch",
     "torch._dynamo",
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
@@ -53,8 +54,18 @@ _ALWAYS = (
     "omegaconf",
     "pytest",
     "commhooks.public",
+    "commhooks.compressors.powersgd.compressor",
+    "commhooks.compressors.quantized.compressor",
+    "commhooks.ddp_comm_hooks.names",
+    "commhooks.hook.compressor_hook",
+    "commhooks.hook.local_steps_hook",
+    "commhooks.hook.sharded_source",
+    "commhooks.members.machine_partner",
+    "commhooks.members.members",
 )
 """commhooks, and what it and the tests import themselves."""
+_OF_KERNELS = ("CC", "HOME", "PATH", "XDG_CACHE_HOME")
+"""The environment variables that say how the C kernels are compiled, and where they are kept."""
 
 
 def python(*modules: str, server: int = 0) -> str:
@@ -97,6 +108,7 @@ def _start() -> tuple[subprocess.Popen[bytes], Path]:
     )
     stub.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env["RUST_LOG"] = "off"  # read when torchft is imported
     read, write = os.pipe()
     process = subprocess.Popen(
         [sys.executable, __file__, str(folder), str(write), str(stub)],
@@ -289,10 +301,27 @@ def _import(modules: list[str]) -> bytes:
         )
     if rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous"):
         rendezvous.get_method_name = _method_name
+    _build_kernels()
     gc.collect()
     # so that a collection in a forked process does not touch, and thereby copy, all of this
     gc.freeze()
     return b"ready"
+
+
+@functools.cache
+def _build_kernels() -> None:
+    """Load the C kernels, and compute what tells builds apart, which takes PowerSGD a third of a
+    second in each process.
+    """
+    import torch
+
+    from commhooks.compressors.native import library
+    from commhooks.compressors.powersgd import cpu
+    from commhooks.compressors.quantized import kernels
+
+    with contextlib.suppress(Exception):  # who needs them will say so
+        for results_of in (cpu.results_of, kernels.results_of):
+            library.build(torch.device("cpu"), results_of)
 
 
 def _method_name(depth: int = 2) -> str:
@@ -317,8 +346,11 @@ def _become(request: dict[str, Any], stub: str) -> None:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
+    before = {name: os.environ.get(name) for name in _OF_KERNELS}
     os.environ.clear()
     os.environ.update(request["environ"])
+    if before != {name: os.environ.get(name) for name in _OF_KERNELS}:
+        sys.modules["commhooks.compressors.native.library"].load.cache_clear()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(
             line_buffering=stream is sys.stderr or os.isatty(1), write_through=request["unbuffered"]

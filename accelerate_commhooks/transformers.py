@@ -116,7 +116,7 @@ class CommHookTrainerMixin(_Base):
     def comm_hook(self) -> CommHook | None:
         """The hook of the model in training or trained last; None before the first `train()`.
 
-        After `train()` it is closed (see `CommHook.close`).
+        After `train()`, also after one that has failed, it is closed (see `CommHook.close`).
         """
         # another Trainer may have used the handler since
         return self._closed_hook or self._hook_handler.attached
@@ -166,8 +166,11 @@ class CommHookTrainerMixin(_Base):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            if self.comm_hook is not None:
-                self.comm_hook.failed(error)
+            hook = self.comm_hook
+            if hook is not None:
+                hook.failed(error)
+                hook.close()  # in a notebook the process goes on, and other machines would wait
+                self._closed_hook = hook
             raise
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ the gradients in every step) is. Finished runs are appended to --results and not
   loss      validation or test loss at the end (nats per byte for the language model): mean over
             the seeds
   to exact  difference to an all-reduce in every step, with the same seeds, task, optimizer and
-            learning rate
+            learning rate; empty if that was not run
   to best   the same, to the best of the all-reduces with the most seeds, at whatever `lr` and
             `inner`; with several seeds also the range
   accuracy  of the digits: mean over the seeds
@@ -66,11 +66,14 @@ class Setting:
     Attributes:
         task: "language"; "small": the same with 0.14 M parameters; "digits": an MLP, batches of
             64 images.
-        optimizer: each rank's: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on matrices, with
-            20 times the learning rate; AdamW on the rest).
+        optimizer: each rank's: "adamw", "sgd" (momentum 0.9), or "muon" (torch's, on the matrices
+            between the embeddings and the output; AdamW on the rest).
+        muon: Muon's learning rate relative to that of the rest.
         lr: the learning rate; 0: 1e-3, with SGD 0.05.
         exact: an all-reduce of the gradients in every step, and no local steps.
         every: H, steps between two outer steps.
+        start: so many steps with an all-reduce of the gradients in float32 before the first round.
+            Their learning rate, too, has the factor `inner`, which commhooks applies only later.
         wire: how the weight differences, with `exact` the gradients, are sent: a hook of
             language_model.py.
         inner: factor of every optimizer's learning rate; "sqrt", the default of commhooks, is the
@@ -83,9 +86,11 @@ class Setting:
 
     task: str = "language"
     optimizer: str = "adamw"
+    muon: float = 20.0
     lr: float = 0.0
     exact: bool = False
     every: int = 5
+    start: int = 0
     momentum: float = 0.0
     outer_lr: float = 1.0
     wire: str = "allreduce"
@@ -183,7 +188,8 @@ def optimizers_of(
     if setting.optimizer == "adamw" and setting.task != "digits":
         return [recipe(model, steps, of_adam / 1e-3)]
     parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.ndim == 2 and setting.optimizer == "muon"]
+    inside = getattr(model, "blocks", model).parameters()
+    matrices = [p for p in inside if p.ndim == 2 and setting.optimizer == "muon"]
     rest = [p for p in parameters if not any(p is m for m in matrices)]
     made: list[tuple[torch.optim.Optimizer, float]] = []
     if setting.optimizer == "sgd":
@@ -191,7 +197,8 @@ def optimizers_of(
     else:
         made.append((torch.optim.AdamW(rest, lr=of_adam, weight_decay=0.01), of_adam))
     if matrices:
-        made.append((torch.optim.Muon(matrices, lr=20 * lr, weight_decay=0.01), 20 * lr))
+        of_muon = setting.muon * lr
+        made.append((torch.optim.Muon(matrices, lr=of_muon, weight_decay=0.01), of_muon))
     return [
         (
             optimizer,
@@ -288,17 +295,24 @@ def train_ranks(setting: Setting, task: Task, seed: int, count: int, steps: int)
     torch.manual_seed(seed)
     ranks = Ranks(count, steps, setting, task)
     wire = SimulatedRanks(lambda: compressor_of(setting.wire), count, ranks.named)
+    of_gradients = wire
+    if not setting.exact:
+        of_gradients = SimulatedRanks(lambda: compressor_of("allreduce"), count, ranks.named)
+    averaged = steps if setting.exact else setting.start
     batches = torch.Generator().manual_seed(seed)
     anchor = ranks.weights()[0]
     velocity = torch.zeros_like(anchor)
     rounds = 0
     for step in range(1, steps + 1):
         gradients = ranks.gradients(task.batch(batches))
-        if setting.exact:
-            wire.step(gradients)
+        if step <= averaged:
+            of_gradients.step(gradients)
             ranks.set_gradients(gradients)
         ranks.step()
-        if setting.exact or (step % setting.every and step < steps):
+        if step <= averaged:
+            anchor = ranks.weights()[0]
+            continue
+        if (step - averaged) % setting.every and step < steps:
             continue
         rounds += 1
         deltas = [anchor - weights for weights in ranks.weights()]
@@ -309,7 +323,7 @@ def train_ranks(setting: Setting, task: Task, seed: int, count: int, steps: int)
         velocity = setting.momentum * velocity + deltas[0]
         anchor = anchor - setting.outer_lr * (deltas[0] + setting.momentum * velocity)
         ranks.set_weights(anchor)
-    return Trained(ranks, rounds, wire.bytes_sent)
+    return Trained(ranks, rounds, sum(sent.bytes_sent for sent in {wire, of_gradients}))
 
 
 def train(job: Job) -> Row:
@@ -332,12 +346,12 @@ def train(job: Job) -> Row:
 EXACT = "exact=1"
 
 
-TUNED = ("lr", "inner")
+TUNED = ("lr", "muon", "inner")
 
 
 def baseline(words: str) -> str:
     """Return the all-reduce with which a setting is compared."""
-    same = ("task", "optimizer", "lr", "clip", "sequences")
+    same = ("task", "optimizer", "muon", "lr", "clip", "sequences")
     kept = [word for word in words.split() if word.split("=")[0] in same]
     return " ".join([*kept, EXACT])
 
@@ -401,8 +415,8 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
     if not of_setting:
         return None
     losses = losses_by_seed(comparable)
-    exact = losses[baseline(words)]
-    more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting]
+    exact = losses.get(baseline(words), {})
+    more = [run["loss"] / exact[run["seed"]] - 1 for run in of_setting if run["seed"] in exact]
     best = min(exact_runs(words, losses), key=lambda by_seed: statistics.fmean(by_seed.values()))
     to_best = [run["loss"] / best[run["seed"]] - 1 for run in of_setting]
     return {
@@ -411,13 +425,19 @@ def row_of(words: str, count: int, runs: list[Row]) -> Row | None:
         "ranks": count,
         "seeds": len(of_setting),
         "loss": statistics.fmean(run["loss"] for run in of_setting),
-        "more": 100 * statistics.fmean(more),
+        "more": 100 * statistics.fmean(more) if more else None,
         "to_best": 100 * statistics.fmean(to_best),
         "to_best_range": [100 * min(to_best), 100 * max(to_best)],
         "error": 100 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
         "accuracy": 100 * statistics.fmean(run.get("accuracy", 0) for run in of_setting) or None,
         "share": 100 * statistics.fmean(run["share"] for run in of_setting),
     }
+
+
+def cell_of_same_rate(row: Row) -> str:
+    if row["more"] is None:
+        return ""
+    return f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
 
 
 def cell_of_best(row: Row) -> str:
@@ -477,9 +497,7 @@ def main() -> None:
         "ranks": number("ranks"),
         "seeds": number("seeds"),
         "loss": number("loss", "{:.4f}"),
-        "to exact": lambda row: (
-            f"{row['more']:+.2f} %" + (f" ({row['error']:.2f})" if row["error"] else "")
-        ),
+        "to exact": cell_of_same_rate,
         "to best": cell_of_best,
         "accuracy": lambda row: f"{row['accuracy']:.2f} %" if row["accuracy"] else "",
         "bytes": number("share", "{:.2f} %"),

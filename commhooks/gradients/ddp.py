@@ -19,6 +19,7 @@ from commhooks.gradients.source import (
     Future,
     GradientSource,
     HookCallbacks,
+    close_with,
     keep_with,
     sparse_parameters,
 )
@@ -207,6 +208,9 @@ class DDPGradients(GradientSource):
 
     def close(self) -> None:
         self._closed = True
+
+    def when_model_ends(self, close: Callable[[], None]) -> None:
+        close_with(self._ddp_model(), close)  # the module that it wraps may live on
 
     def let_ranks_differ(self) -> list[str]:
         ddp_model = self._ddp_model()

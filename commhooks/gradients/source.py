@@ -1,6 +1,8 @@
 """Define sources of gradients, which connect hooks and a model, and that of an unwrapped model."""
 
 import contextlib
+import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,6 +124,19 @@ def keep_with(owner: object, kept: object) -> None:
     weakref.finalize(owner, lambda _: None, kept).atexit = False  # at exit `owner` may still exist
 
 
+def close_with(owner: object, close: Callable[[], None]) -> None:
+    """Call `close` in a thread when `owner` is deleted, but not when the process ends.
+
+    In a thread, because the garbage collector may run in one for which `close` would wait. It is no
+    daemon: the process would abort if it came back from native code while the interpreter ends.
+    """
+    weakref.finalize(owner, functools.partial(_start, close)).atexit = False
+
+
+def _start(close: Callable[[], None]) -> None:
+    threading.Thread(target=close, name="commhooks end").start()
+
+
 class GradientSource(ABC):
     """Provides the buckets of a model. References to modules and process groups are weak.
 
@@ -225,6 +240,11 @@ class GradientSource(ABC):
     def close(self) -> None:
         """Undo `register` if possible. No further backward pass will call the hook."""
         return None
+
+    def when_model_ends(self, close: Callable[[], None]) -> None:
+        """Call `close` in a thread when the model is deleted, but not when the process ends."""
+        assert self.module is not None
+        close_with(self.module, close)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """See `CommHook.no_sync`."""

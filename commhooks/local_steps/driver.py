@@ -71,6 +71,8 @@ class LocalStepsDriver:
 
     def close(self) -> None:
         self.outer.forget()
+        # a save after the end does not wait for what was in flight
+        self.state, _ = schedule.advance(self.rules, self.state, schedule.Failed())
         self.events.close()
         self.partner.close()
         self.outer.close()

@@ -104,7 +104,7 @@ class Healing:
         if self._ranks.exchanges:
             try:
                 if not self._connections.all_answer([source]):
-                    raise OSError("it does not answer")
+                    raise OSError(self._connections.silence_of(source))
                 moved_on = functools.partial(self._connections.has_moved_on, source)
                 form, read_tensor = self._machine.client.fetch(
                     server, step, limit_s, lambda: not moved_on()

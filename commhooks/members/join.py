@@ -37,6 +37,7 @@ def join(
             )
     ranks = RanksOfMachine(source.group, source.shard_group, source.device)
     machine = ThisMachine(options, ranks, source.device)
+    source.when_model_ends(machine.close)  # or the others would wait for it
     signature = _signature(hook, compressor, source, ranks) | _counting(options)
     return MachinePartner(machine, source, signature)
 

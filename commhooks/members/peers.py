@@ -2,7 +2,6 @@
 other machines.
 """
 
-import contextlib
 import gc
 import threading
 import time
@@ -138,6 +137,7 @@ class Connections:
         self._client = client
         self._torchft_group: Any = None
         self._connecting = ""
+        self._why_silent: dict[str, str] = {}  # of servers, after the latest question
         self._failed: deque[str] = deque(maxlen=16)
         self._prober: threading.Thread | None = None
         self._closed = threading.Event()
@@ -225,15 +225,21 @@ class Connections:
         }
 
     def _status_of(self, server: str) -> dict[str, Any]:
-        with contextlib.suppress(*NETWORK_ERRORS):
+        self._why_silent.pop(server, None)
+        try:
             return self._client.ask(server)
+        except NETWORK_ERRORS as error:
+            self._why_silent[server] = f" ({str(error) or type(error).__name__})"
         return {}
 
+    def silence_of(self, machine: Report) -> str:
+        """Return a clause that says why `machine` has not answered the latest question."""
+        server = machine.servers[self._shard]
+        return f"{machine.name} at {server} does not answer{self._why_silent.get(server, '')}"
+
     def _not_connected(self, silent: Sequence[Report]) -> NotConnected:
-        places = ", ".join(
-            f"{machine.name} at {machine.servers[self._shard]}" for machine in silent
-        )
-        return NotConnected(f"{places} does not answer", [machine.id for machine in silent])
+        reasons = "; ".join(map(self.silence_of, silent))
+        return NotConnected(reasons, [machine.id for machine in silent])
 
     def give_up(self, name: str) -> None:
         """Close the connections after the exchange `name` has failed, and tell the others."""

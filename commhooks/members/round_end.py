@@ -29,6 +29,7 @@ class RoundEnd:
         self._client, self._clock = client, clock
         self._heard = self._telling = -1
         self._news = threading.Event()
+        self._stopped = threading.Event()
         self._heard_at = self._began = self._looked_at = clock()
         self._lasted_s: dict[int, float] = {}  # of the latest round of each kind, if it was ended
         self._expected_s: float | None = None  # how long the running round lasts
@@ -75,6 +76,10 @@ class RoundEnd:
         left_s = self._began + self._expected_s - self._clock()
         return weight * left_s < (1 - weight) * (step_s - left_s)
 
+    def close(self) -> None:
+        """Tell nobody any more."""
+        self._stopped.set()
+
     def tell(self, servers: Collection[str], round: int) -> None:
         """Tell the machines at `servers` from a thread, until all know it or `round` is over."""
         self._telling = round
@@ -83,14 +88,13 @@ class RoundEnd:
         ).start()
 
     def _tell(self, servers: list[str], round: int) -> None:
-        again = threading.Event()
-        again.wait(_PATIENCE_S)
+        self._stopped.wait(_PATIENCE_S)
         with ThreadPoolExecutor(min(16, len(servers) or 1), "commhooks round end") as pool:
-            while servers and self._telling == round:
+            while servers and self._telling == round and not self._stopped.is_set():
                 told = list(pool.map(lambda server: self._tell_one(server, round), servers))
                 servers = [server for server, done in zip(servers, told, strict=True) if not done]
                 if servers:
-                    again.wait(_AGAIN_S)
+                    self._stopped.wait(_AGAIN_S)
 
     def _tell_one(self, server: str, round: int) -> bool:
         try:

@@ -130,6 +130,7 @@ class ThisMachine:
         """Tell the others that they need not wait for this machine, and close everything; `stats`
         and `state_dict` still work.
         """
+        self.round_end.close()
         if self.lighthouse is not None:
             self.lighthouse.close()
         if self.server is not None:

@@ -136,3 +136,17 @@ def _alone(every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_a_save_on_one_rank_alone_holds_the_anchor(run_ranks):
     for anchor, own, resumed in run_ranks(_alone, 3):
         assert torch.equal(resumed, anchor) and not torch.equal(own, anchor)
+
+
+def _saved_after_the_end(config: commhooks.HookConfig) -> tuple[bool, torch.Tensor]:
+    run = Run.new(hook=config).train(5)
+    run.hook.close()
+    return run.hook.state_dict("mean")["exact"], run.weights()
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_save_after_the_end_ends_the_round(run_ranks, delay):
+    """What was in flight at the end is dropped, and its steps are exchanged by the save."""
+    found = run_ranks(_saved_after_the_end, commhooks.DiLoCo(sync_every=4, delay=delay))
+    for exact, weights in found:
+        assert exact and torch.equal(weights, found[0][1])

@@ -2,17 +2,20 @@
 ends with it.
 """
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
@@ -89,9 +92,33 @@ def test_a_hook_that_the_model_does_not_take_leaves_no_machine_behind() -> None:
             commhooks.attach(
                 model, commhooks.DiLoCo(), members=commhooks.Torchft(lighthouse=address)
             )
-        deadline = time.monotonic() + 10.0
-        while _names() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait_until_ended()
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, DistributedDataParallel])
+def test_a_machine_whose_model_is_deleted_leaves(wrap: Any) -> None:
+    """Otherwise the others would wait for it, as long as for one that hangs."""
+    with lighthouse() as address, process_group_of_one():
+        module = torch.nn.Linear(2, 2)
+        model = wrap(module)
+        members = commhooks.Torchft(lighthouse=address)
+        hook = commhooks.attach(model, commhooks.DiLoCo(sync_every=1), members=members)
+        model(torch.ones(2)).sum().backward()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        assert "commhooks heartbeat" in _names()
+        if wrap is DistributedDataParallel:
+            del model
+        else:
+            del model, module
+        gc.collect()
+        _wait_until_ended()
+    assert hook.stats()["step"] == 0
+
+
+def _wait_until_ended() -> None:
+    deadline = time.monotonic() + 10.0
+    while _names() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not _names()
 
 

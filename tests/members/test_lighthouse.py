@@ -344,12 +344,12 @@ def _quorum_of(client: Any, id: str, ask: dict[str, Any]) -> None:
 
 
 def connections(
-    name: str, timeout_s: float = 20.0, status: Any = None
+    name: str, timeout_s: float = 20.0, status: Any = None, key: Key | None = None
 ) -> tuple[Connections, StateServer, Report]:
     import torch
 
-    made = Connections(f"{name}:1", 0, torch.device("cpu"), lambda: timeout_s, Client())
-    server = StateServer("127.0.0.1", lambda: 60.0, status or made.status)
+    made = Connections(f"{name}:1", 0, torch.device("cpu"), lambda: timeout_s, Client(key))
+    server = StateServer("127.0.0.1", lambda: 60.0, status or made.status, key=key)
     return made, server, Report(id=f"{name}:1", servers=(server.address,), store=server.address)
 
 
@@ -383,6 +383,19 @@ def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: s
     for each in (server, other):
         each.close()
     a.close()
+
+
+def test_why_a_machine_does_not_answer() -> None:
+    """A machine that is refused, as by one whose clock differs, finds the reason in its own log."""
+    a, server, own = connections("a", key=Key("a" * 16))
+    _, other, report = connections("b", key=Key("b" * 16))
+    with pytest.raises(OSError, match=r"b at \S+ does not answer \(.* refuses this machine: the"):
+        a.check([own, report], "X")
+    other.close()
+    with pytest.raises(OSError, match=r"b at \S+ does not answer \(.*Connection refused"):
+        a.check([own, report], "X")
+    for each in (server, a):
+        each.close()
 
 
 def test_a_machine_that_answers_again_is_no_longer_unreachable() -> None:

@@ -42,6 +42,21 @@ def test_machines_that_come_by_themselves_are_not_told() -> None:
     assert not other.is_over(3)
 
 
+def test_a_machine_that_has_ended_tells_nobody() -> None:
+    """Not even one that has not answered so far."""
+    own = RoundEnd(Client())
+    server = StateServer("127.0.0.1", lambda: 1.0, dict)
+    server.close()
+    own.begin(3)
+    own.tell([server.address], 3)
+    telling = [thread for thread in threading.enumerate() if thread.name == "commhooks round end"]
+    assert telling
+    own.close()
+    for thread in telling:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in telling)
+
+
 def test_news_of_a_later_round_ends_the_running_one_until_an_older_state_is_loaded() -> None:
     rounds = RoundEnd(Client())
     rounds.hear(9)

@@ -73,6 +73,10 @@ def _weights_of_real_ranks(words: str, hook: commhooks.DiLoCo) -> torch.Tensor:
             "every=4 momentum=0.5 outer_lr=0.7",
             commhooks.DiLoCo(sync_every=4, outer_momentum=0.5, outer_lr=0.7, wire="float32"),
         ),
+        (
+            "every=3 start=2 wire=int4",
+            commhooks.DiLoCo(sync_every=3, start_iter=2, lr_factor=1),
+        ),
     ],
 )
 def test_simulated_ranks_train_as_real_ones(run_ranks, words, hook):
@@ -95,19 +99,20 @@ def test_stored_runs_have_settings_that_exist(name: str) -> None:
 
 
 def test_the_page_prints_what_tuned_runs_have_shown() -> None:
-    runs = [run for run in _stored("diloco_ranks.jsonl") if run["steps"] == 300]
-    settings = {frozenset(run["setting"].split()): run["setting"] for run in runs}
+    stored = _stored("diloco_ranks.jsonl")
+    settings = {frozenset(run["setting"].split()): run["setting"] for run in stored}
     page = (REPOSITORY / "docs/diloco.md").read_text("utf-8")
     section = page.partition("### A learning rate that was tuned for plain DDP")[2]
     lines = [line for line in section.partition("\n#")[0].splitlines() if line.startswith("| ")]
     header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     printed = 0
-    for ranks, setting, *cells in rows:
+    for ranks, steps, setting, *cells in rows:
+        runs = [run for run in stored if run["steps"] == int(steps.replace(",", ""))]
         options = setting.partition("`")[2].partition("`")[0].split()
-        for every, cell in zip(header[2:], cells, strict=True):
+        for every, cell in zip(header[3:], cells, strict=True):
             common = {"task=small", "sequences=8", "wire=int4", f"every={every.split()[1]}"}
-            stored = settings.get(frozenset({*options, *common}))
-            row = row_of(stored, int(ranks), runs) if stored else None
+            words = settings.get(frozenset({*options, *common}))
+            row = row_of(words, int(ranks), runs) if words else None
             assert cell == (cell_of_best(row) if row else "")
             printed += row is not None
     assert printed > 10

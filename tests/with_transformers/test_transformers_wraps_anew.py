@@ -70,6 +70,33 @@ def _train_three_times(folder: Path) -> list[dict[str, Any]]:
     return [*results, outcome(trainer)]
 
 
+def test_a_run_that_fails_closes_its_hook(run_ranks: Any, tmp_path: Path) -> None:
+    """A run after it begins afresh, and what is done with the model in between waits for nobody."""
+    for loss, steps in run_ranks(_fails_and_trains_again, tmp_path):
+        assert loss > 0 and steps == 4
+
+
+@launched
+def _fails_and_trains_again(folder: Path) -> tuple[float, int]:
+    class Failing(CommHookTrainer):
+        fails = True
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.fails and self.state.global_step == 2:
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    trainer = make_trainer(folder, Failing, max_steps=4)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(commhooks.HookRunError, match=r"after close\(\) of this hook"):
+        trainer.model_wrapped(**trainer.data_collator([trainer.train_dataset[0]])).loss.backward()
+    loss = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.fails = False
+    trainer.train()
+    return loss, trainer.comm_hook.stats()["step"]
+
+
 def test_hyperparameter_search_keeps_the_hook(run_ranks: Any, tmp_path: Path) -> None:
     for results in run_ranks(_two_trials, tmp_path):
         for result in results:

@@ -8,9 +8,9 @@ own; the namespaces are joined by a switch, and `tc tbf` limits what each of the
 Linux, root, `ip` and `tc`.
 
 Every method has the settings of its own documentation (peers_methods.py names the page), and the
-same data, optimizer (AdamW), schedule and clipping. It runs with 1, 2, 4 and 8 times the learning
-rate of language_model.py. What is validated is the mean of the ranks' weights, which were put aside
-during the run.
+same data, optimizer (AdamW), schedule and clipping. It runs with 1, 2, 4, 8 and 16 times the
+learning rate of language_model.py. What is validated is the mean of the ranks' weights, which were
+put aside during the run.
 
 The losses do not depend on the link, nor the seconds of a step on the learning rate. So there are
 two parts, and a check, which append to --results and may run at different times:
@@ -22,10 +22,10 @@ two parts, and a check, which append to --results and may run at different times
            the link: hivemind averages in the background, and `auto` chooses
 
   loss     validation loss at the end, nats per byte, with the learning rate x1, and with the best
-           of the four
+           of the five
   sooner   the seconds until plain DDP is at most 0.5 % above its own last loss, divided by the
            seconds until the method is at most 0.5 % above that same loss: both with x1 / both with
-           the best of their four. "no": not within these steps
+           the best of their five. "no": not within these steps
   MB       sent by a rank in the run at the first rate, by its interface: the mean over the ranks
 
 A run that ends with an error, or does not end within its limit, is a row that says so.
@@ -70,6 +70,7 @@ WIDTH, LAYERS = 96, 4
 POINTS, VALIDATION_BATCHES = 10, 16
 WARM_UP, TIMED = 3, 8  # steps, at least; a method with rounds: whole ones
 PARTS = ("learn", "time", "check")
+FACTORS = [1.0, 2.0, 4.0, 8.0, 16.0]  # of the learning rate
 LIMITS_S = {"learn": 900.0, "time": 300.0, "check": 900.0, "fails": 180.0}
 
 
@@ -393,7 +394,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD")
     made.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     made.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"])
-    made.add_argument("--factors", nargs="+", type=float, default=[1.0, 2.0, 4.0, 8.0], metavar="X")
+    made.add_argument("--factors", nargs="+", type=float, default=FACTORS, metavar="X")
     made.add_argument("--steps", type=int, default=400)
     made.add_argument("--turns", type=int, default=3, help="timed runs of each method and rate")
     made.add_argument("--results", type=Path, default=Path("peers.jsonl"), help="finished runs")

@@ -80,11 +80,11 @@ class DiLoCo(LocalSteps):
         outer_lr: learning rate of the outer step. 1: the plain mean of the weights.
         outer_momentum: momentum of the outer step, 0 up to 1. Published values (0.9 with outer_lr
             0.7) are for long runs with H of a few hundred.
-        lr_factor: multiplies the learning rate of every optimizer during its steps, from
-            `start_iter` on; between two steps param_groups hold the user's learning rate. None: the
-            square root of the number of ranks that train apart for Adam and AdamW, which take
-            shorter steps on noisier gradients, and 1 for other optimizers, or if outer_lr or
-            outer_momentum is not the default.
+        lr_factor: multiplies the learning rate of each parameter group that holds weights of the
+            model, during the optimizer's step, from `start_iter` on; between two steps param_groups
+            hold the user's learning rate. None: the square root of the number of ranks that train
+            apart for Adam and AdamW, which take shorter steps on noisier gradients, and 1 for other
+            optimizers, or if outer_lr or outer_momentum is not the default.
         wire: dtype of the weight differences on the wire: "int4", "int8" (both with error feedback)
             or "float32".
         fragments: P, the number of fragments of the weights, which take turns within a round, so

@@ -90,7 +90,7 @@ figures: $(READY)
 bench-gpu:
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --markdown $(ARGS)
 
-# Time to plain DDP's loss of torch's hooks, Accelerate, torchft and hivemind beside ours: an hour. Needs Linux and root.
+# Time to plain DDP's loss of torch's hooks, Accelerate, torchft and hivemind beside ours: two hours. Needs Linux and root.
 # make bench-peers ARGS="--ranks 2 --parts time"; --parts alone prints the table of what is finished.
 bench-peers: .venvs/peers/.ready
 	@PYTHONPATH=. .venvs/peers/bin/python benchmarks/peers.py $(ARGS)

@@ -70,7 +70,7 @@ FIGURES = {
     ),
     "peers": Figure(  # without hivemind, unless it is the Python of `make bench-peers`
         "benchmarks/peers.py --results FOLDER/peers.jsonl",
-        60,
+        120,
         ("docs/compared.md#measured-side-by-side",),
         root=True,
         stored="benchmarks/peers.py --parts --results docs/figures/peers.jsonl",

@@ -122,9 +122,8 @@ class CommHook:
     def close(self) -> None:
         """End the run: free the buffers, and move the learned state to the host.
 
-        Removes the hook from a model sharded by `fully_shard`, and from a module that nothing
-        wraps, which then trains alone. `stats()`, `plan()` and `state_dict()` still work; another
-        backward pass of a wrapped or sharded model raises HookRunError. Does not communicate;
+        A plain module then trains alone; another backward pass of a wrapped or sharded model raises
+        HookRunError. `stats()`, `plan()` and `state_dict()` still work. Does not communicate;
         repeated calls do nothing. The plugins call this at the end of `fit` and `train`.
         """
         self._unused.ended()

@@ -185,7 +185,7 @@ def _with_an_odd_optimizer(kind: str) -> tuple[list[float], float]:
     return inside, inner.param_groups[0]["lr"]
 
 
-def test_a_step_within_another_one_is_multiplied_once(run_ranks):
+def test_the_rate_of_a_step_within_another_one_is_multiplied_once(run_ranks):
     (found,) = run_ranks(_with_an_odd_optimizer, "nested", world_size=1)
     assert found == ([0.03, 0.03], 0.01)
 

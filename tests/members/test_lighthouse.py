@@ -385,7 +385,7 @@ def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: s
     a.close()
 
 
-def test_why_a_machine_does_not_answer() -> None:
+def test_an_error_says_why_a_machine_does_not_answer() -> None:
     """A machine that is refused, as by one whose clock differs, finds the reason in its own log."""
     a, server, own = connections("a", key=Key("a" * 16))
     _, other, report = connections("b", key=Key("b" * 16))

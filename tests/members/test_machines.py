@@ -18,7 +18,12 @@ import torch.distributed as dist
 
 import commhooks
 from tests.support.ddp_steps import process_group_of_one
-from tests.support.machine_oracle import EVERY, assert_equal_weights, compare_with_oracle
+from tests.support.machine_oracle import (
+    EVERY,
+    assert_equal_weights,
+    compare_with_oracle,
+    train_on,
+)
 from tests.support.machines import Machine, lighthouse
 from tests.support.member_job import new_model
 
@@ -84,7 +89,7 @@ def test_machines_come_and_go(
     )
     d = start("d", seed=2, **given)
     a.wait_for(lambda line: line.get("names") == ["a", *others, "d"])
-    a.round(max(a.rounds) + 3)
+    train_on(a, 3)
     for each in (a, *stay, d):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
@@ -148,7 +153,7 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
     # all of its exchanges are with both
     c = start("c", fault=[fault, 1 if fault == "unconnected" else 3])
     a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
-    a.round(max(a.rounds) + 8)
+    train_on(a, 8)
     for each in (a, b):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
@@ -203,7 +208,7 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     died = time.monotonic()
     a.round(max(a.rounds) + 2)
     assert time.monotonic() - died < 20
-    a.round(max(a.rounds) + 5)
+    train_on(a, 5)
     assert "failed, and the machines meet again" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
         each.signal(signal.SIGTERM)
@@ -255,7 +260,7 @@ def test_the_others_train_on_while_a_machine_reads_the_state(
     a.wait_for_text("this machine gives the state of outer step")
     began = max(a.rounds)
     a.wait_for(lambda line: line.get("names") == ["a", "c"])
-    a.round(max(a.rounds) + 4)
+    train_on(a, 4)
     alone = [step for step, line in a.rounds.items() if step > began and line["names"] == ["a"]]
     assert len(alone) > 8, "a machine that reads is not waited for"
     found = re.findall(r"c goes on from .* has read the last (\d+) of them", c.log.read_text())
@@ -283,7 +288,7 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
     assert time.monotonic() - woke < 12, (
         "a waited until timeout_s for connections that b no longer had"
     )
-    b.round(max(a.rounds) + 8)
+    train_on(b, 8)
     a.kill()
     b.kill()
     assert_equal_weights(a, b)

@@ -3,10 +3,9 @@ and the steps of optimizers become events of `schedule.py`. During a step the le
 optimizer may be multiplied."""
 
 import functools
-import sys
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -263,7 +262,7 @@ class _StepArguments(dict[str, Any]):
 def _is_stepping(optimizer: Optimizer) -> bool:
     """Return whether `step` of the optimizer's class runs in this thread, and is not compiled."""
     code = getattr(type(optimizer).step, "__code__", None)
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None

@@ -177,6 +177,7 @@ class Connections:
 
     def limit(self, limit_s: float) -> None:
         """Let each collective of the next exchange fail after `limit_s` seconds."""
+        assert self.group is not None
         # torch 2.13; before, exchanges have the limit of the connection
         if hasattr(self.group, "set_timeout"):
             self.group.set_timeout(timedelta(seconds=max(_LEAST_LIMIT_S, limit_s)))

@@ -119,7 +119,7 @@ def test_a_round_ends_with_the_first_machine_that_has_done_it(
         machine.name: [line["count"] for line in machine.rounds.values()]
         for machine in (fast, slow)
     }
-    assert counts["a"][-1] == 5 * 12 and counts["b"][-1] < 5 * 11, counts
+    assert counts["a"][-1] == 5 * 12 and counts["b"][-1] < 5 * 12, counts
     positions = {
         machine.name: [line["position"] for line in machine.rounds.values()]
         for machine in (fast, slow)

@@ -410,10 +410,11 @@ class _Progress:
         loop.epoch_loop.on_load_checkpoint(state[0])
         for part, saved in zip(self._parts, state[1:], strict=True):
             part.load_state_dict(saved)
-        if self._trainer.current_epoch != epoch and loop._data_fetcher is not None:
-            # What is left of this machine's pass over the data may be shorter than the other epoch,
-            # which would end with it. Private (lightning 2.6): nothing public begins a pass anew.
-            iter(loop._data_fetcher)
+        # Private (lightning 2.6): nothing public begins a pass over the data anew. What is left of
+        # this machine's own pass may be shorter than the other's epoch, which would end with it.
+        fetcher = getattr(loop, "_data_fetcher", None)
+        if fetcher is not None and self._trainer.current_epoch != epoch:
+            iter(fetcher)
 
 
 def warn(text: str, stacklevel: int = 5) -> None:

@@ -42,6 +42,19 @@ value is not shared.
 Part = tuple[Any, Callable[[Any], None]]
 """The value of a part of the state, and the function that sets it."""
 
+
+class Outcome(NamedTuple):
+    """What `CommonState.share` has found.
+
+    Attributes:
+        differing: labels of the parts that still differ, because only some ranks have them.
+        flagged: whether a rank has passed `flag`.
+    """
+
+    differing: list[str]
+    flagged: bool
+
+
 _WHAT = "the state of rank 0"
 _MESSAGE_BYTES = 64 * 2**20
 _ALIGNED = 16  # bytes, so that a part of a message can be viewed in any dtype
@@ -64,22 +77,25 @@ class CommonState:
         self._source, self._events, self._counters = source, events, counters
 
     @torch.no_grad()
-    def share(self, *, optimizers: bool, group: dist.ProcessGroup | None = None) -> list[str]:
+    def share(
+        self, *, optimizers: bool, flag: bool = False, group: dist.ProcessGroup | None = None
+    ) -> "Outcome":
         """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that
         are equal on all ranks are not sent. `optimizers`: whether to share the optimizers and the
-        GradScaler, in addition to buffers and frozen parameters. Returns labels of the parts that
-        still differ, because only some ranks have them; the same on all ranks.
+        GradScaler, in addition to buffers and frozen parameters. `flag`: of this rank, for
+        `Outcome.flagged`. The result is the same on all ranks.
         """
         group, device = self._source.group if group is None else group, self._source.device
         # 1. Compare descriptions and checksums: usually everything is equal.
         own, tensors = self._parts(optimizers=optimizers), list[torch.Tensor]()
         described = {label: _described(value, tensors) for label, (value, _) in own.items()}
         sums = checksums(tensors)
-        keys = torch.tensor([agreement_key(described), agreement_key(sums)], device=device)
-        of_ranks = gather_rows(keys, group, self._counters, _WHAT)
-        same_form, same_bits = (of_ranks == of_ranks[0]).all(0).tolist()
+        keys = [agreement_key(described), agreement_key(sums), int(flag)]
+        of_ranks = gather_rows(torch.tensor(keys, device=device), group, self._counters, _WHAT)
+        same_form, same_bits, _ = (of_ranks == of_ranks[0]).all(0).tolist()
+        flagged = bool(of_ranks[:, -1].any())
         if same_form and same_bits:
-            return []
+            return Outcome([], flagged)
         # 2. Compare tensor by tensor with the description of rank 0.
         first = described if same_form else self._of_first(described, group)
         leaves, mine = (
@@ -102,9 +118,9 @@ class CommonState:
         )
         differing = self._set(own, first, arrived) if group.rank() else set()
         if same_form:
-            return []
+            return Outcome([], flagged)
         found = gather_texts("\n".join(differing if group.rank() else ()), group, device, _WHAT)
-        return sorted({each for text in found for each in text.splitlines()})
+        return Outcome(sorted({each for text in found for each in text.splitlines()}), flagged)
 
     def _parts(self, *, optimizers: bool) -> dict[str, Part]:
         """Map the label in messages of each part of the state to its value and the function that

@@ -202,8 +202,8 @@ class LocalStepsDriver:
                 self.weights.begin_from_loaded()
                 return schedule.Begun()
             case Action.SHARE:
-                self.common.share(optimizers=False)
-                return schedule.Shared()
+                outcome = self.common.share(optimizers=False, flag=self.state.unstepped)
+                return schedule.Shared(unstepped=outcome.flagged)
         with span("outer step", self._name):
             return self._outer_step(action, limit_s)
 
@@ -222,13 +222,24 @@ class LocalStepsDriver:
     # ---- between two steps
     # -------------------------------------------------------------------------------------------
 
+    def run_due(self, limit_s: float | None = None) -> None:
+        """Run an exchange that waits for a step which this rank has skipped: the others run it. All
+        ranks must call this between the same two steps, before anything else that communicates.
+        Raises as `end_round`."""
+        if self._source.group.size() > 1:
+            self.on(schedule.BetweenSteps(self.events.all_stepped), limit_s)
+
     def end_round(self, limit_s: float | None = None) -> None:
         """End the round before its last pass. All ranks must call this between the same two steps.
         Raises HookRunError after `limit_s` seconds, or if the partner cannot exchange."""
-        self.on(schedule.EndRound(), limit_s)
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        self.run_due(limit_s)
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self.on(schedule.EndRound(), left_s)
 
     def begin_from_load(self, take_over: Callable[[], None]) -> None:
         """Load a state by calling `take_over`, and begin a round."""
+        self.run_due()
         # the exchange in flight would count as a step of the loaded state
         self.partner.forget()
         self.outer.forget(until_timeout=True)

@@ -85,6 +85,11 @@ class TrainingEvents:
         """Return the optimizers that have stepped parameters of the model."""
         return list(self._optimizers)
 
+    @property
+    def all_stepped(self) -> bool:
+        """Whether each parameter has been stepped at least once."""
+        return min(self._stepped_at.values(), default=-1) >= 0
+
     def before_step(self, optimizer: Optimizer) -> None:
         listener = self._listener()
         if listener is None or not self._parameters_of(optimizer):

@@ -24,7 +24,8 @@ class Notices:
             " outer step comes late, with the next forward or backward pass. Until then each rank"
             " has its own weights. Reasons: an optimizer that is not a torch.optim.Optimizer,"
             " several optimizers that take turns, backward passes that only accumulate gradients"
-            " and are not in no_sync(), or parameters in no optimizer.",
+            " and are not in no_sync(), parameters in no optimizer, a step that was skipped, or a"
+            " forward pass between the backward pass and the step.",
             passes,
         )
 

@@ -28,10 +28,13 @@ class RoundSaves:
         driver = self._driver
         self._differences = []
         self._failed = ""
+        in_training = driver.thread in (None, threading.get_ident()) and not driver.state.exchanging
+        if in_training:
+            driver.run_due()
         trained = driver.state.has_trained(Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
         if not trained and not (optimizers and driver.outer.has_run):
             return True
-        if driver.state.exchanging or driver.thread not in (None, threading.get_ident()):
+        if not in_training:
             if trained:
                 driver.notices.warn_once(
                     "a save or synchronize() outside of the training thread cannot end a round,"
@@ -71,7 +74,7 @@ class RoundSaves:
         if driver.state.apart and not driver.partner.only_whole_rounds:
             driver.sample.compare()  # before they become those of the outer step
             driver.on(EndRound())
-        self._differences = driver.common.share(optimizers=optimizers)
+        self._differences = driver.common.share(optimizers=optimizers).differing
         driver.on(Shared(optimizers))
         if not optimizers:
             return

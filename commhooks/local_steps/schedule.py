@@ -5,7 +5,7 @@ A round has `sync_every` passes and P fragments. Fragment k is due after (k + 1)
 passes of the round; with a delay it is sent so many passes earlier, and applied when it is due.
 What is due waits for the optimizers, and runs at the first of these events: every parameter has
 been stepped since the pass; the next forward pass begins; the next backward pass ends (for models
-whose own forward is not called).
+whose own forward is not called); this rank has skipped the step, and a save or a load follows.
 
 All ranks get the same events, except that the passes of one optimizer step (LBFGS calls its
 closure several times) may differ in number, and that a rank may see what is due at another of the
@@ -108,6 +108,8 @@ class State:
         joined: whether the first round has begun; see `Partner.joined`.
         in_step: passes of the optimizer step that runs; None outside of a step.
         training: `Module.training` in the latest pass.
+        unstepped: whether the latest exchange began before the optimizers of this rank had stepped
+            since its latest pass, so that they may step after it.
         shared: what rank 0 has shared since the latest pass."""
 
     phase: Phase = Phase.TRAINING
@@ -123,6 +125,7 @@ class State:
     joined: bool = True
     in_step: int | None = None
     training: bool = True
+    unstepped: bool = False
     shared: Share = Share.OPTIMIZERS
 
     @property
@@ -208,6 +211,15 @@ class StepEnds(Event):
 
 
 @dataclass(frozen=True)
+class BetweenSteps(Event):
+    """All ranks are between the same two steps, before `EndRound` or what else communicates.
+    `seen`: the steps of all parameters are seen, so what is due here waits for a step that this
+    rank has skipped; a rank that has not skipped it runs the exchange already."""
+
+    seen: bool
+
+
+@dataclass(frozen=True)
 class EndRound(Event):
     """All ranks are between the same two steps, and a save, `synchronize` or `leave` needs the
     round to end."""
@@ -249,9 +261,10 @@ class Exchanged(Event):
 @dataclass(frozen=True)
 class Shared(Event):
     """Rank 0 has shared what is not trained, and with `optimizers` also the state of the
-    optimizers."""
+    optimizers. `unstepped`: `State.unstepped` is true on some rank."""
 
     optimizers: bool = False
+    unstepped: bool = False
 
 
 @dataclass(frozen=True)
@@ -300,8 +313,11 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
             state = replace(state, in_step=None)
             waits = state.phase is not Phase.DUE or since < state.due_at
             return (state, Action.NOTHING) if waits else _exchange(rules, state)
+        case BetweenSteps(seen):
+            skipped = seen and state.phase is Phase.DUE and state.in_step is None
+            return _exchange(rules, state) if skipped else (state, Action.NOTHING)
         case EndRound() if state.apart:
-            ending = replace(state, phase=Phase.ENDING)
+            ending = replace(state, phase=Phase.ENDING, unstepped=False)
             return ending, Action.APPLY if state.in_flight else Action.EXCHANGE_ALL
         case Loaded():
             state = replace(state, in_round=0, trained=0, turn=0, in_flight=False, apart=False)
@@ -328,14 +344,11 @@ def _action_ends(rules: Rules, state: State, event: Event) -> Next:
         case Exchanged(fragment=fragment):
             state = replace(_in_turn(rules, state, fragment), in_flight=False, joined=True)
             return _end_turn(rules, state)
-        case Shared(optimizers):
+        case Shared(optimizers, unstepped):
             shared = max(state.shared, Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
-            return (
-                replace(
-                    state, shared=shared, phase=Phase.TRAINING if state.exchanging else state.phase
-                ),
-                Action.NOTHING,
-            )
+            phase = Phase.TRAINING if state.exchanging else state.phase
+            apart = state.apart or unstepped
+            return replace(state, shared=shared, phase=phase, apart=apart), Action.NOTHING
     return state, Action.NOTHING
 
 
@@ -435,7 +448,9 @@ def _forward_begins(rules: Rules, state: State, training: bool) -> Next:
 def _catch_up(rules: Rules, state: State) -> Next:
     if state.phase is Phase.LOADED:
         return state, Action.BEGIN
-    return _exchange(rules, state) if _comes_late(rules, state) else (state, Action.NOTHING)
+    if not _comes_late(rules, state):
+        return state, Action.NOTHING
+    return _exchange(rules, state, unstepped=True)
 
 
 # ---- an outer step
@@ -471,8 +486,8 @@ def _sent(rules: Rules, state: State, fragment: int | None) -> Next:
     return _go_on(rules, replace(state, in_round=in_round, in_flight=True, joined=True))
 
 
-def _exchange(rules: Rules, state: State) -> Next:
-    state = replace(state, phase=Phase.EXCHANGING)
+def _exchange(rules: Rules, state: State, *, unstepped: bool = False) -> Next:
+    state = replace(state, phase=Phase.EXCHANGING, unstepped=unstepped)
     if not rules.delay:
         return state, Action.EXCHANGE
     return state, Action.APPLY if state.in_flight else Action.SEND
@@ -481,7 +496,7 @@ def _exchange(rules: Rules, state: State) -> Next:
 def _go_on(rules: Rules, state: State) -> Next:
     """Several turns may be due, if the steps of some ranks were skipped."""
     if _is_due(rules, state, state.in_round):
-        return _exchange(rules, state)
+        return _exchange(rules, state, unstepped=state.unstepped)
     return replace(state, phase=Phase.TRAINING), Action.NOTHING
 
 

@@ -23,6 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import commhooks
 from commhooks.comm import collectives
 from commhooks.gradients import precision
+from commhooks.gradients.torch_private import store_of
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.outer_steps import OuterSteps
 from tests.support import warm
@@ -249,6 +250,42 @@ def test_replicas_that_were_left_in_mid_round_begin_from_their_mean(run_ranks):
     assert [len(lines) for *_, lines in found] == [1, 0]
 
 
+def _one_rank_differs(config: commhooks.HookConfig, how: str) -> tuple[bool, torch.Tensor]:
+    """Rank 1 does something else between the backward pass and the step, or skips the step."""
+    run = Run.new(hook=config).train(1)
+    saved = run.save()
+    for step in range(1, 4):
+        images, labels = batch(step, dist.get_rank())
+        run.optimizer.zero_grad()
+        nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        differs = dist.get_rank() == 1
+        if differs and how == "forward":
+            run.ddp(images)
+        with run.ddp.no_sync():
+            if differs and how == "forward in no_sync":
+                run.ddp(images)
+            if how == "accumulates":
+                nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        if not (differs and how.startswith("skips")):
+            run.optimizer.step()
+    if how == "skips and loads":
+        run.load(saved).train(1)
+    return run.hook.synchronize(), run.weights()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    "how", ["forward", "forward in no_sync", "accumulates", "skips", "skips and loads"]
+)
+def test_ranks_are_equal_after_synchronize_whatever_one_has_done_before_its_step(
+    run_ranks, delay, how
+):
+    """The save after the first step has ended a round, so that the last pass is that of one."""
+    config = commhooks.DiLoCo(sync_every=3, delay=delay)
+    (equal, weights), (also, others) = run_ranks(_one_rank_differs, config, how, timeout_s=20)
+    assert equal and also and torch.equal(weights, others)
+
+
 def _saves_in_a_thread() -> tuple[bool, list[str], torch.Tensor]:
     run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(4)
     saved: list[dict[str, Any]] = []
@@ -275,10 +312,14 @@ def _loads_while_a_part_is_on_its_way() -> tuple[float, int, int, int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=4, delay=3))
     run.train(4)
     saved = run.save()
+    store = store_of(dist.group.WORLD)
     if dist.get_rank() == 1:
+        store.wait(["rank 0 loads"])
         time.sleep(1.0)
     run.train(1)
     began = time.monotonic()
+    if dist.get_rank() == 0:
+        store.set("rank 0 loads", "")
     with mock.patch("commhooks.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     seconds = time.monotonic() - began

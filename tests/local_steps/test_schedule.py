@@ -15,6 +15,7 @@ from commhooks.local_steps.schedule import (
     Answered,
     Applied,
     Begun,
+    BetweenSteps,
     EndRound,
     Event,
     Exchanged,
@@ -56,8 +57,9 @@ class Rank:
             done its round
     s       a step of both parameters; `s0`, `s1`: of one of them. `s!`: what it leads to fails;
             `s~`: nobody exchanges; `s^`: the partner exchanges at once what it should send, or has
-            sent again when it should apply
+            sent again when it should apply; `s*`: another rank has exchanged before its step
     ( )     the begin and the end of a step with a closure
+    now     all ranks are between two steps, and `end` or `load` may follow
     end     a save or `synchronize`; `end!`: it fails
     all     rank 0 shares the state of the optimizers
     load    a state is loaded
@@ -73,7 +75,7 @@ class Rank:
         """Play a word, and return the names of the actions to which it leads."""
         before, (kind, how) = (
             len(self.log),
-            (word.rstrip("?!~+^01"), word[len(word.rstrip("?!~+^01")) :]),
+            (word.rstrip("?!~+^*01"), word[len(word.rstrip("?!~+^*01")) :]),
         )
         in_round = self.state.in_round
         match kind:
@@ -95,6 +97,8 @@ class Rank:
                 self.on(StepBegins(), how)
             case ")":
                 self.step_ends("01", how)
+            case "now":
+                self.on(BetweenSteps(self.seen), how)
             case "end":
                 self.on(EndRound(), how)
             case "all":
@@ -102,6 +106,10 @@ class Rank:
             case "load":
                 self.on(Loaded(), how)
         return [action.name for action in self.log[before:]]
+
+    @property
+    def seen(self) -> bool:
+        return min(self.stepped_at.values()) >= 0
 
     def step_ends(self, which: str, how: str) -> None:
         self.stepped_at.update(dict.fromkeys(which, self.state.ended))
@@ -114,6 +122,8 @@ class Rank:
             if action is Action.CALL_BACK:
                 return
             answer = ANSWERS.get(action, Answered(how != "?"))
+            if action is Action.SHARE:
+                answer = Shared(unstepped=self.state.unstepped or how == "*")
             if action is Action.LOOK:
                 answer = Looked(how == "+")
             if how == "!":
@@ -189,6 +199,47 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         Rules(1),
         "f b e f=EXCHANGE+SHARE",
         {"training": True},
+    ),
+    # ---- ranks of which one does something else ----
+    "after a forward pass between the backward pass and the step the ranks differ": (
+        Rules(2),
+        "f b s  f b f=EXCHANGE+SHARE s",
+        {"apart": True, "in_round": 0},
+    ),
+    "so the others know, and a save ends another round": (
+        Rules(2),
+        "f b s  f b s*=EXCHANGE+SHARE  now end=EXCHANGE_ALL+SHARE",
+        {"apart": False},
+    ),
+    "after the next round they are equal": (
+        Rules(2),
+        "f b s  f b f=EXCHANGE+SHARE s  f b s  f b s=EXCHANGE+SHARE",
+        {"apart": False},
+    ),
+    "also if a turn that was due came with it": (
+        Rules(2, 2, asks=True),
+        "f b?=ASK s f b=ASK f=EXCHANGE+EXCHANGE+SHARE",
+        {"unstepped": True},
+    ),
+    "a rank that has skipped its step exchanges before a save": (
+        Rules(2),
+        "f b s  f b  now=EXCHANGE+SHARE end",
+        {"apart": False, "in_round": 0},
+    ),
+    "and applies what is in flight": (
+        LATER,
+        "f b s=SEND  f b s  f b now=APPLY+SHARE",
+        {"in_flight": False, "apart": True},
+    ),
+    "without a step that was seen nothing was skipped": (
+        Rules(2),
+        "f b  f b  now end=EXCHANGE_ALL+SHARE",
+        {"apart": False},
+    ),
+    "between the passes of a step nothing was skipped": (
+        Rules(1),
+        "f b s=EXCHANGE+SHARE ( f b now f b )=EXCHANGE+SHARE now",
+        {},
     ),
     # ---- closures ----
     "the passes of one step with a closure count once": (
@@ -629,10 +680,11 @@ def test_ranks_start_the_same_collectives_whatever_their_optimizers_do(
         for rank, script in zip(ranks, scripts, strict=True):
             for word in script.split():
                 rank.play(word)
-        # A rank that waits for a step would come late to the others, which wait for it in the
+        # A rank that has never stepped would come late to the others, which wait for it in the
         # exchange.
-        if stop and all(rank.state.phase is not Phase.DUE for rank in ranks):
+        if stop and all(rank.seen or rank.state.phase is not Phase.DUE for rank in ranks):
             for rank in ranks:
+                rank.play("now")
                 rank.play(stop)
     for rank in ranks:
         rank.play("f")  # what waits for a step comes late on one of them

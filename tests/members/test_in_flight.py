@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.machine_oracle import assert_equal_weights, compare_with_oracle
+from tests.support.machine_oracle import assert_equal_weights, compare_with_oracle, train_on
 from tests.support.machines import Machine, lighthouse
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,9 +81,9 @@ def test_the_exchange_runs_behind_the_training(start: Callable[..., Machine], gi
     if together:
         leave(b)
     a.wait_for(lambda line: line.get("part") == ["a", "c"])
-    a.round(max(a.rounds) + 2)
+    train_on(a, 2)
     end(a, c)
-    compare_with_oracle([a, b, c], "int4", first="ab", enough=15, **GIVEN | given)
+    compare_with_oracle([a, b, c], "int4", first="ab", **GIVEN | given)
     assert_equal_weights(a, b, c, of=["anchor"])
     behind = [line["count"] - line["sent"] for line in a.rounds.values()]
     # only with a machine that comes or leaves the training waits
@@ -115,7 +115,7 @@ def test_an_exchange_in_flight_fails(start: Callable[..., Machine], fault: str, 
     if fault != "unarrived":
         assert c.processes[-1].wait(40) == -signal.SIGKILL
         a.wait_for(lambda line: line["what"] == "sent" and line["part"] == ["a", "b"])
-    a.round(max(a.rounds) + 5)
+    train_on(a, 5)
     end(a, b)
     c.kill()
     compare_with_oracle([a, b, c], "int4", first="ab", **GIVEN | given)
@@ -138,7 +138,7 @@ def test_machines_of_different_speed(start: Callable[..., Machine]) -> None:
     slow = start("b", sleep_s=0.15, least=2, rounds=5, **given)
     assert fast.end()["step"] == slow.end()["step"] == 5
     counts = [line["count"] for line in slow.rounds.values()]
-    assert counts[-1] < 5 * 8, counts
+    assert counts[-1] < 5 * 12, counts
     behind = [line["count"] - line["sent"] for line in slow.rounds.values()]
     assert all(1 <= steps <= 4 for steps in behind), behind
     assert [line["count"] for line in fast.rounds.values()] == [12, 24, 36, 48, 60]
@@ -158,14 +158,14 @@ def test_a_machine_hangs_while_an_exchange_is_in_flight(start: Callable[..., Mac
     stopped = max(a.rounds, default=0)
     hung = time.monotonic()
     a.wait_for(lambda line: line.get("part") == ["a"] and line["step"] > stopped + 2)
-    assert time.monotonic() - hung < 30, "a waited until timeout_s"
+    assert time.monotonic() - hung < 50, "a waited until timeout_s"
     b.signal(signal.SIGCONT)
     step = max(a.rounds)
     a.wait_for(lambda line: line.get("part") == ["a", "b"] and line.get("step", 0) > step + 4)
-    b.round(max(a.rounds) + 4)
+    train_on(b, 4, a)
     end(a, b)
     assert_equal_weights(a, b, of=["anchor"])
-    compare_with_oracle([a, b], "int4", enough=10, **GIVEN)
+    compare_with_oracle([a, b], "int4", **GIVEN)
 
 
 def test_a_save_while_an_exchange_is_in_flight(start: Callable[..., Machine]) -> None:

@@ -17,6 +17,15 @@ from tests.support.member_job import hash_of, new_model, new_optimizer, shard_of
 from tests.support.simulation import SimulatedRanks
 
 EVERY = 2
+_ENOUGH = 21  # comparisons of a machine's weights after an outer step
+
+
+def train_on(machine: Machine, rounds: int, *others: Machine) -> None:
+    """Wait until the machine has taken `rounds` more outer steps than it and `others` have now, and
+    enough in all for `compare_with_oracle`, however fast the others have started.
+    """
+    newest = max(step for each in (machine, *others) for step in (0, *each.rounds))
+    machine.round(max(newest + rounds, _ENOUGH + 1))
 
 
 def assert_equal_weights(*machines: Machine, of: Sequence[str] = ("weights", "seen")) -> None:
@@ -199,7 +208,7 @@ def _known(counts: dict[str, int | None]) -> dict[str, int]:
 
 
 def compare_with_oracle(
-    machines: list[Machine], wire: str, first: str = "a", enough: int = 21, **given: Any
+    machines: list[Machine], wire: str, first: str = "a", enough: int = _ENOUGH, **given: Any
 ) -> None:
     """Play the rounds of all machines in one process, and compare the weights after each outer
     step, bit by bit. `first`: the names of the machines that begin together.

@@ -187,7 +187,10 @@ class Job:
             if kill_every and time.time() > self.began + next_kill:
                 next_kill += kill_every
                 self.kill()
-        self._wait_for(lambda: self._since(deadline) is not None, "to take an outer step")
+        self._wait_for(
+            lambda: self._since(deadline) is not None and len(self.rates()) == MACHINES,
+            "to take an outer step",
+        )
         time.sleep(0.5)  # the others are about to write it
         last = self._since(deadline)
         self.last = sys.maxsize if last is None else last

@@ -406,9 +406,15 @@ class _Progress:
         ]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        self._trainer.fit_loop.epoch_loop.on_load_checkpoint(state[0])
+        loop, epoch = self._trainer.fit_loop, self._trainer.current_epoch
+        loop.epoch_loop.on_load_checkpoint(state[0])
         for part, saved in zip(self._parts, state[1:], strict=True):
             part.load_state_dict(saved)
+        # Private (lightning 2.6): nothing public begins a pass over the data anew. What is left of
+        # this machine's own pass may be shorter than the other's epoch, which would end with it.
+        fetcher = getattr(loop, "_data_fetcher", None)
+        if fetcher is not None and self._trainer.current_epoch != epoch:
+            iter(fetcher)
 
 
 def warn(text: str, stacklevel: int = 5) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import commhooks
 from commhooks.comm import collectives
 from commhooks.gradients import precision
+from commhooks.gradients.torch_private import store_of
 from commhooks.local_steps import flat_weights
 from commhooks.local_steps.outer_steps import OuterSteps
 from tests.support import warm
@@ -325,10 +326,14 @@ def _loads_while_a_part_is_on_its_way() -> tuple[float, int, int, int]:
     run = Run.new(hook=commhooks.DiLoCo(sync_every=4, delay=3))
     run.train(4)
     saved = run.save()
+    store = store_of(dist.group.WORLD)
     if dist.get_rank() == 1:
+        store.wait(["rank 0 loads"])
         time.sleep(1.0)
     run.train(1)
     began = time.monotonic()
+    if dist.get_rank() == 0:
+        store.set("rank 0 loads", "")
     with mock.patch("commhooks.local_steps.outer_steps.ABANDONED_LIMIT_S", 0.1):
         run.load(saved)
     seconds = time.monotonic() - began

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -77,10 +78,7 @@ def test_a_closed_hook_leaves_no_thread_and_no_file_open() -> None:
             if times == 0:  # torch and torchft start some that stay
                 time.sleep(0.5)
                 before = _open()
-        deadline = time.monotonic() + 10.0
-        while not _within(before) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert _within(before), (_open(), before)
+        _wait_until(lambda: _within(before))
     assert [hook.stats()["step"] for hook in hooks] == [1] * 3
 
 
@@ -92,7 +90,7 @@ def test_a_hook_that_the_model_does_not_take_leaves_no_machine_behind() -> None:
             commhooks.attach(
                 model, commhooks.DiLoCo(), members=commhooks.Torchft(lighthouse=address)
             )
-        _wait_until_ended()
+        _wait_until(lambda: not _names())
 
 
 @pytest.mark.parametrize("wrap", [lambda module: module, DistributedDataParallel])
@@ -111,51 +109,58 @@ def test_a_machine_whose_model_is_deleted_leaves(wrap: Any) -> None:
         else:
             del model, module
         gc.collect()
-        _wait_until_ended()
+        _wait_until(lambda: not _names())
     assert hook.stats()["step"] == 0
 
 
-def _wait_until_ended() -> None:
-    deadline = time.monotonic() + 10.0
-    while _names() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _names()
+def _wait_until(met: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not met():
+        assert time.monotonic() < deadline, (_names(), _open())
+        time.sleep(0.02)
 
 
 def _names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "commhooks" in thread.name]
 
 
+soon = mock.patch("commhooks.members.heartbeats._LOOK_EVERY_S", 0.05)
+
+
 def _heartbeats() -> Heartbeats:
     return Heartbeats(lambda: 60.0, mock.Mock(), lambda: False, Lines(logs=True))
 
 
-def test_a_machine_knows_when_its_torchrun_is_gone() -> None:
-    for variables, orphaned in (({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)):
-        with (
-            mock.patch.dict(os.environ, variables),
-            mock.patch("os.getppid", side_effect=[7, *[1] * 1000]),
-        ):
-            if not variables:
-                os.environ.pop("TORCHELASTIC_RUN_ID", None)
-            heartbeats = _heartbeats()
-            time.sleep(0.8)
-            heartbeats.stop()
-        assert heartbeats.orphaned is orphaned
+@soon
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_machine_knows_when_its_torchrun_is_gone(by_torchrun: bool) -> None:
+    """A parent that is not torchrun may end."""
+    variables = {"TORCHELASTIC_RUN_ID": "none"} if by_torchrun else {}
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch("os.getppid", side_effect=[7, *[1] * 1000]),
+    ):
+        heartbeats = _heartbeats()
+        passes = heartbeats.passes = mock.Mock(return_value=0)  # called at each look
+        _wait_until(lambda: passes.call_count > 2)
+        heartbeats.stop()
+    assert heartbeats.orphaned is by_torchrun
 
 
+@soon
 @pytest.mark.parametrize("others_train", [False, True])
 def test_heartbeats_before_the_first_request(others_train: bool) -> None:
     """A machine that loads data for an hour before its first step is not waited for; while others
     train, not even at first.
     """
-    sender, sending = mock.Mock(), []
+    sender, sending, limit_s = mock.Mock(), [], 60.0
     sender.shutdown.side_effect = lambda: sending.append(False)
     new_sender = lambda: (sending.append(True), sender)[1]  # noqa: E731
-    heartbeats = Heartbeats(lambda: 0.8, new_sender, lambda: others_train, Lines(logs=True))
-    time.sleep(2.2)
-    assert sending == ([] if others_train else [True, False])
+    others = mock.Mock(return_value=others_train)  # asked at each look
+    heartbeats = Heartbeats(lambda: limit_s, new_sender, others, Lines(logs=True))
+    _wait_until(lambda: others.call_count > 2)
+    limit_s = 0.0
+    _wait_until(lambda: sending == ([] if others_train else [True, False]))
     heartbeats.asking(True)
-    time.sleep(0.8)
+    _wait_until(lambda: sending[-1:] == [True])
     heartbeats.stop()
-    assert sending[-1]

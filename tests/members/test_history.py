@@ -20,23 +20,23 @@ from tests.support.simulation import SimulatedRanks
 
 
 def test_outer_steps_are_kept_while_a_machine_reads() -> None:
-    history = History(lambda: 1.0)
+    history = History(lambda: 60.0)
     history.round = 3
     assert not history.is_kept and history.step(3) is None
     history.begin(10)
-    server = StateServer("127.0.0.1", lambda: 1.0, dict, history=history)
+    server = StateServer("127.0.0.1", lambda: 60.0, dict, history=history)
     client = Client()
     assert (
-        client.outer_step(server.address, 3, 5.0) == b""
+        client.outer_step(server.address, 3, 30.0) == b""
         and client.running_round(server.address) == 3
     )
     history.add(Record([torch.ones(2)], 3, good=False))
     history.round = 4
-    record = Record.read(client.outer_step(server.address, 3, 5.0))
+    record = Record.read(client.outer_step(server.address, 3, 30.0))
     assert (record.replicas, record.good) == (3, False) and record.received[0].tolist() == [1, 1]
     for round in (2, 5):
         with pytest.raises(NotKept, match=f"does not keep the outer step of round {round}"):
-            client.outer_step(server.address, round, 5.0)
+            client.outer_step(server.address, round, 30.0)
     history.add(Record([torch.zeros(2**22 + 1)]))  # more than 16 MiB
     assert not history.is_kept and history.step(3) is None
     server.close()

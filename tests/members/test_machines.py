@@ -119,7 +119,7 @@ def test_a_round_ends_with_the_first_machine_that_has_done_it(
         machine.name: [line["count"] for line in machine.rounds.values()]
         for machine in (fast, slow)
     }
-    assert counts["a"][-1] == 5 * 12 and counts["b"][-1] < 5 * 8, counts
+    assert counts["a"][-1] == 5 * 12 and counts["b"][-1] < 5 * 12, counts
     positions = {
         machine.name: [line["position"] for line in machine.rounds.values()]
         for machine in (fast, slow)
@@ -207,7 +207,7 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     assert c.processes[-1].wait(60) == -signal.SIGKILL
     died = time.monotonic()
     a.round(max(a.rounds) + 2)
-    assert time.monotonic() - died < 20
+    assert time.monotonic() - died < 45
     train_on(a, 5)
     assert "failed, and the machines meet again" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
@@ -227,7 +227,7 @@ def test_the_others_do_not_wait_for_a_machine_that_was_killed(tmp_path: Path) ->
             both[1].signal(signal.SIGKILL)
             killed, step = time.monotonic(), max(both[0].rounds)
             both[0].wait_for(lambda line: line.get("names") == ["a"] and line["step"] > step)
-            assert time.monotonic() - killed < 15.0, "0.2 s on a quiet machine"
+            assert time.monotonic() - killed < 30.0, "0.2 s on a quiet machine"
         finally:
             for machine in both:
                 machine.kill()
@@ -254,9 +254,9 @@ def test_the_others_train_on_while_a_machine_reads_the_state(
     give it the same bits, and takes part in the next one.
     """
     given: dict[str, Any] = {"options": {"outer_momentum": 0.5}}
-    a = start("a", fault=["slow", 4], sleep_s=0.05, **given)
+    a = start("a", fault=["slow", 12], **given)
     a.round(2)
-    c = start("c", seed=1, sleep_s=0.05, **given)
+    c = start("c", seed=1, **given)
     a.wait_for_text("this machine gives the state of outer step")
     began = max(a.rounds)
     a.wait_for(lambda line: line.get("names") == ["a", "c"])
@@ -285,10 +285,10 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
     b.signal(signal.SIGCONT)
     woke, step = time.monotonic(), max(a.rounds)
     a.wait_for(lambda line: line.get("part") == ["a", "b"] and line["step"] > step)
-    assert time.monotonic() - woke < 12, (
+    assert time.monotonic() - woke < 45, (
         "a waited until timeout_s for connections that b no longer had"
     )
-    train_on(b, 8)
+    train_on(b, 8, a)
     a.kill()
     b.kill()
     assert_equal_weights(a, b)
@@ -302,6 +302,17 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
     assert all(a.rounds[step]["position"] == b.rounds[step]["position"] for step in together)
 
 
+def _last_round(machine: Machine) -> int:
+    """Wait until the machine waits. Returns the outer step after which it does."""
+    deadline = time.monotonic() + 30.0
+    step = -1
+    while max(machine.rounds) > step:
+        assert time.monotonic() < deadline, "it trains on"
+        step = max(machine.rounds)
+        time.sleep(1.5)
+    return step
+
+
 def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
     """Training waits at the next outer step, and goes on when the lighthouse is back at its
     address.
@@ -310,10 +321,7 @@ def test_the_lighthouse_is_gone_for_a_while(tmp_path: Path) -> None:
         both = [Machine(JOB, address, tmp_path, name, **MACHINE) for name in "ab"]
         both[0].wait_for(lambda line: line.get("names") == ["a", "b"])
     try:
-        time.sleep(1.0)  # for the round that has begun, and its line
-        before = max(both[0].rounds)
-        time.sleep(1.0)
-        assert max(both[0].rounds) == before
+        before = _last_round(both[0])
         with lighthouse(address.removeprefix("http://")):
             for each in both:
                 each.round(before + 5)
@@ -434,8 +442,8 @@ def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
     weight; in a sharded model in the shard of the last rank. When it is alone again it can leave,
     within the time that it was given.
     """
-    start = functools.partial(start, least=2, wait_s=2.0, every=8, sleep_s=0.1, **given)
-    a = start("a")
+    start = functools.partial(start, least=2, wait_s=2.0, every=8, **given)
+    a = start("a", hold=3)
     a.wait_for_text("members: 1 of min_machines=2 is here; waiting")
     assert not a.rounds
     b = start("b", shift=1)
@@ -443,7 +451,7 @@ def test_min_machines(start: Callable[..., Machine], given: Any) -> None:
     a.round(3)
     assert {tuple(line["names"]) for line in a.rounds.values()} == {("a", "b")}
     assert_equal_weights(a, b)
-    time.sleep(0.4)  # into the round, which takes 0.8 s or more
+    a.wait_for(lambda line: line["what"] == "holds")
     b.kill()
     a.signal(signal.SIGTERM)
     assert a.end()["sent"] is False

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -35,11 +37,21 @@ def test_machines_that_come_by_themselves_are_not_told() -> None:
     own, other = RoundEnd(Client()), RoundEnd(Client())
     server = StateServer("127.0.0.1", lambda: 1.0, dict, ended=other.hear)
     own.begin(3)
+    met = threading.Event()
+    own._stopped = mock.Mock(wait=lambda seconds: met.wait(), is_set=lambda: False)
+    before = _telling()
     own.tell([server.address], 3)
+    (telling,) = _telling() - before
     own.begin(4)  # they have met
-    time.sleep(0.3)
+    met.set()
+    telling.join(30.0)
+    assert not telling.is_alive()
     server.close()
     assert not other.is_over(3)
+
+
+def _telling() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "commhooks round end"}
 
 
 def test_a_machine_that_has_ended_tells_nobody() -> None:
@@ -48,13 +60,12 @@ def test_a_machine_that_has_ended_tells_nobody() -> None:
     server = StateServer("127.0.0.1", lambda: 1.0, dict)
     server.close()
     own.begin(3)
+    before = _telling()
     own.tell([server.address], 3)
-    telling = [thread for thread in threading.enumerate() if thread.name == "commhooks round end"]
-    assert telling
+    (telling,) = _telling() - before
     own.close()
-    for thread in telling:
-        thread.join(5.0)
-    assert not any(thread.is_alive() for thread in telling)
+    telling.join(30.0)
+    assert not telling.is_alive()
 
 
 def test_news_of_a_later_round_ends_the_running_one_until_an_older_state_is_loaded() -> None:
@@ -65,6 +76,20 @@ def test_news_of_a_later_round_ends_the_running_one_until_an_older_state_is_load
     assert rounds.is_over(9), "a fast machine has done this round already"
     rounds.begin(5)
     assert not rounds.is_over(5)
+
+
+class _News(threading.Event):
+    """Does not wait, but notes for how long it should, and calls `meanwhile`."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.waits = list[float | None]()
+        self._meanwhile = meanwhile
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        self._meanwhile()
+        return self.is_set()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +112,7 @@ def test_a_slow_machine_waits_for_the_end_rather_than_to_begin_a_step_that_ends_
     """
     now = 0.0
     rounds = RoundEnd(Client(), clock=lambda: now)
+    news = rounds._news = _News(lambda: rounds.hear(2))
     rounds.begin(0)
     now = 1.0 + left_s
     rounds.hear(0)
@@ -95,29 +121,25 @@ def test_a_slow_machine_waits_for_the_end_rather_than_to_begin_a_step_that_ends_
     now += 0.5  # a step
     assert not rounds.ends_here(2, weight)
     now += 0.5
-    news = threading.Timer(0.1, rounds.hear, [2])
-    news.start()
     assert rounds.ends_here(2, weight) is waits
-    news.join()
+    assert news.waits == [pytest.approx(0.5)] * waits
     # One that has done its round itself does not wait in the next one, as with equal machines.
     rounds.begin(4)
     rounds.hear(4)
     rounds.begin(6)
-    began = time.monotonic()
     now += left_s + 1.0
-    assert not rounds.ends_here(6, 0.1) and time.monotonic() < began + 0.4
+    assert not rounds.ends_here(6, 0.1) and len(news.waits) == waits
 
 
 def test_a_machine_waits_for_an_end_that_does_not_come_once_for_as_long_as_a_step_takes() -> None:
-    rounds = RoundEnd(Client())
+    now = 0.0
+    rounds = RoundEnd(Client(), clock=lambda: now)
+    news = rounds._news = _News()
     rounds.begin(0)
     rounds.hear(0)
     assert rounds.ends_here(0, 0.1)
     rounds.begin(2)
-    waited_s = []
     for _ in range(3):
-        time.sleep(0.2)
-        began = time.monotonic()
+        now += 0.25
         assert not rounds.ends_here(2, 0.1)
-        waited_s.append(time.monotonic() - began)
-    assert 0.2 <= waited_s[0] < 0.4 and max(waited_s[1:]) < 0.1, waited_s
+    assert news.waits == [0.25]

@@ -9,12 +9,39 @@ from pathlib import Path
 import clean_env
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import warm
 from tests.support.repository import REPOSITORY
 
-SCRIPT = str(REPOSITORY / "examples/elastic_training.py")
+SCRIPT = """
+import os, pathlib, runpy, sys, time
+
+example, folder = sys.argv[1], pathlib.Path(sys.argv[2]).parent
+alone = os.environ["WORLD_SIZE"] == "1"
+if not alone:
+    (folder / "two").touch()
+sleep, steps = time.sleep, 0
+
+
+def pause(seconds):
+    global steps
+    sleep(seconds)
+    if seconds != float(os.environ["PAUSE_S"]):
+        return
+    steps += 1
+    while alone and not (folder / "two").exists() or (
+        not alone and steps == 25 and not (folder / "killed").exists()
+    ):
+        sleep(0.01)
+
+
+time.sleep = pause
+del sys.argv[0]
+runpy.run_path(example, run_name="__main__")
+"""
+"""The example, which waits after a step for the second launcher to come, and later to be killed."""
 
 
 def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
@@ -31,10 +58,12 @@ def _launcher(port: int, folder: Path, log: str) -> subprocess.Popen[bytes]:
     rendezvous += ["--rdzv-conf", "is_host=false,last_call_timeout=3,keep_alive_interval=2"]
     elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     torchrun = [warm.python(), "-m", "torch.distributed.run"]
-    command = [*torchrun, *elastic, *rendezvous, SCRIPT, str(folder / "state.pt")]
+    example = REPOSITORY / "examples/elastic_training.py"
+    script = [str(folder / "script.py"), str(example), str(folder / "state.pt")]
+    command = [*torchrun, *elastic, *rendezvous, *script]
     environment = clean_env.cleaned(os.environ, str(folder)) | {
         "PYTHONPATH": str(REPOSITORY),
-        "PAUSE_S": "0.1",  # alone the first one must still train when the second one comes
+        "PAUSE_S": "0.03125",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (folder / log).open("w") as output:
@@ -65,12 +94,18 @@ def _wait_for(is_true: Callable[[], bool], launcher: subprocess.Popen[bytes]) ->
 def test_two_launchers_become_one(tmp_path: Path) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     log, saved = tmp_path / "first", tmp_path / "state.pt"
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def has_saved_together() -> bool:
+        _, of_two, after = log.read_text().rpartition(" of 2: begins at step ")
+        began = int(after.partition(",")[0]) if of_two and "," in after else None
+        return began is not None and saved.exists() and torch.load(saved)["step"] > began
+
     first, second = (_launcher(store.port, tmp_path, name) for name in ("first", "second"))
     try:
-        _wait_for(lambda: "of 2: begins at step" in log.read_text(), first)
-        together = time.time()
-        _wait_for(lambda: saved.exists() and saved.stat().st_mtime > together, first)
+        _wait_for(has_saved_together, first)
         _kill(second)
+        (tmp_path / "killed").touch()
         assert first.wait(150) == 0, log.read_text()
     finally:
         for launcher in (first, second):

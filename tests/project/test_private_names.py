@@ -120,7 +120,7 @@ def _param_group() -> Any:
 def _fit_loop() -> Any:
     from lightning.pytorch import Trainer
 
-    return Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop.epoch_loop
+    return Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop
 
 
 def _accelerator() -> Any:
@@ -173,7 +173,8 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "FSDPModule": lambda: FSDPModule,
     "FSDPState": FSDPState,
     "FSDPParamGroup": _param_group,
-    "Trainer.fit_loop.epoch_loop": _fit_loop,
+    "Trainer.fit_loop": _fit_loop,
+    "Trainer.fit_loop.epoch_loop": lambda: _fit_loop().epoch_loop,
     "Accelerator": _accelerator,
     "Trainer.save_model": _arguments_of_save_model,
 }

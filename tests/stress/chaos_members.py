@@ -52,10 +52,12 @@ def run(
     every: int = EVERY,
     dead_s: float = 3.0,
     timeout_s: float | None = 5.0,
+    hold: int | None = None,
 ) -> dict[str, Any]:
     """Train, with random speeds, deaths at random times, and mostly a fourth machine that comes
-    later (None: equal speeds, and nobody comes or dies). Returns what became of it; the loss is not
-    judged yet.
+    later (None: equal speeds, and nobody comes or dies). `hold`: the outer step after which all
+    wait until one has died, so that one does also in a short run. Returns what became of it; the
+    loss is not judged yet.
     """
     started = time.monotonic()
     lives = dict.fromkeys((*NAMES, LATE), 0)
@@ -70,7 +72,7 @@ def run(
             lives[name] += 1
             where = folder / f"{name}{lives[name]}"
             where.mkdir(parents=True)
-            given = {"steps": steps, "every": every, "timeout_s": timeout_s}
+            given = {"steps": steps, "every": every, "timeout_s": timeout_s, "hold": hold}
             more = {"life": lives[name], "step_s": STEP_S / speeds[name]}
             return Machine(Path(__file__), address, where, name, **given, **more)
 
@@ -104,6 +106,7 @@ def run(
                     running.pop(dying.name).kill()
                     away[dying.name] = now + chance.uniform(0, 2)
                     row["deaths"] += 1
+                    (folder / "died").touch()
                 for name in [name for name, when in away.items() if now > when]:
                     del away[name]
                     running[name] = start(name)
@@ -251,7 +254,8 @@ def job(settings: dict[str, Any]) -> None:
     inputs = torch.randn(4096, 16) * torch.logspace(0, -1, 16)
     targets = torch.distributions.Categorical(logits=inputs @ torch.randn(16, 5) * 2).sample()
     _say("ready")
-    while not (Path(settings["folder"]).parent / "go").exists():
+    folder = Path(settings["folder"]).parent
+    while not (folder / "go").exists():
         time.sleep(0.01)
     members = commhooks.Torchft(name=settings["name"], timeout_s=settings["timeout_s"])
     options = commhooks.DiLoCo(sync_every=settings["every"], wire="int4", lr_factor=1.0)
@@ -284,6 +288,8 @@ def job(settings: dict[str, Any]) -> None:
                 share=stats["members_weight"],
             )
             steps = 0
+        while before == settings["hold"] and not (folder / "died").exists():
+            time.sleep(0.01)
     with torch.no_grad():
         loss = float(nn.functional.cross_entropy(model(inputs), targets))
     _say("end", step=before, loss=loss, weights=_hash(model))

@@ -59,7 +59,7 @@ def test_the_newest_checkpoint_is_cut_off(run_ranks: Any, tmp_path: Path) -> Non
 
 @pytest.mark.timeout(240)
 def test_machines_come_and_go(tmp_path: Path) -> None:
-    row = chaos_members.run(tmp_path, random.Random(0), steps=400)
+    row = chaos_members.run(tmp_path, random.Random(0), steps=400, hold=4)
     assert row["failures"] == [] and row["deaths"] > 0 and row["rounds"] == 8
 
 

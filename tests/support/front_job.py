@@ -3,10 +3,11 @@
 Prints a line of JSON at the start of each round: the outer step, the machines, a hash of the
 weights and of the optimizer's state, the front end's number of steps, the learning rate of its
 scheduler. It trains `steps` steps. While there is a file "slow" in the folder, machine a waits
-after two rounds until machine b is coming, and both train slowly from there on. `lag_s`: how much
-longer each step takes. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round. A
-machine with a `world` of several ranks shards the model by FSDP2; `port`: for their process group.
-`members` false: it trains alone, by DDP.
+after two rounds until machine b asks for the others, and both train slowly from there on. `lag_s`:
+how much longer each step takes. `sigterm`: it gets SIGTERM after so many outer steps, in mid-round;
+`sigkill`: it kills itself, after so many outer steps with others. A machine with a `world` of
+several ranks shards the model by FSDP2; `port`: of the store of their process group. `members`
+false: it trains alone, by DDP.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
+from commhooks.members.lighthouse import Lighthouse
 
 EVERY = 5
 
@@ -34,11 +36,23 @@ class Rounds:
         self._slow, self._coming = (Path(settings["folder"]) / name for name in ("slow", "coming"))
         self._before = 0
         self._count = 0
+        self._together = 0
         self._sigterm = settings.get("sigterm")
+        self._sigkill = settings.get("sigkill")
         self._looks = 0
         self._lag_s = settings.get("lag_s", 0.0)
         if settings["name"] != "a":
+            self._announce()
+
+    def _announce(self) -> None:
+        """Make the file "coming" when this machine first asks the lighthouse for the others."""
+        quorum = Lighthouse.quorum
+
+        def announced(lighthouse: Lighthouse, *given: Any) -> Any:
             self._coming.touch()
+            return quorum(lighthouse, *given)
+
+        Lighthouse.quorum = announced
 
     def look(self, hook: Any, optimizer: Any, steps: int, **more: Any) -> None:
         """Call this after each step."""
@@ -49,19 +63,19 @@ class Rounds:
             said("trained", steps=self._looks)
         if stats["step"] > self._before and stats["step_in_round"] == 0:
             self._before = stats["step"]
-            self._count = self._count + 1
+            self._count += 1
+            self._together += len(names_in(hook)) > 1
             weights = [p for group in optimizer.param_groups for p in group["params"]]
             more["weights"] = hash_of(weights)
             more["moments"] = hash_of(optimizer.state[p]["exp_avg"] for p in weights)
             lr = optimizer.param_groups[0]["lr"]
             said("round", step=stats["step"], names=names_in(hook), steps=steps, lr=lr, **more)
-        if (
-            self._sigterm is not None
-            and self._count >= self._sigterm
-            and stats["step_in_round"] == 2
-        ):
+        in_mid_round = stats["step_in_round"] == 2
+        if self._sigterm is not None and self._count >= self._sigterm and in_mid_round:
             self._sigterm = None
             os.kill(os.getpid(), signal.SIGTERM)
+        if self._sigkill is not None and self._together >= self._sigkill and in_mid_round:
+            os.kill(os.getpid(), signal.SIGKILL)
         while self._before == 2 and self._slow.exists() and not self._coming.exists():
             time.sleep(0.02)
         if self._before >= 2 and self._slow.exists():
@@ -413,6 +427,7 @@ if __name__ == "__main__":
             "LOCAL_WORLD_SIZE": arguments["world"],
             "GROUP_RANK": 0,
             "TORCHELASTIC_RUN_ID": "x",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": arguments["port"]}
         os.environ.update({name: str(value) for name, value in ranks.items()})

@@ -20,11 +20,12 @@ EVERY = 2
 _ENOUGH = 21  # comparisons of a machine's weights after an outer step
 
 
-def train_on(machine: Machine, rounds: int) -> None:
-    """Wait until the machine has taken `rounds` more outer steps, and enough in all for
-    `compare_with_oracle`, however fast the others have started.
+def train_on(machine: Machine, rounds: int, *others: Machine) -> None:
+    """Wait until the machine has taken `rounds` more outer steps than it and `others` have now, and
+    enough in all for `compare_with_oracle`, however fast the others have started.
     """
-    machine.round(max(max(machine.rounds) + rounds, _ENOUGH + 1))
+    newest = max(step for each in (machine, *others) for step in (0, *each.rounds))
+    machine.round(max(newest + rounds, _ENOUGH + 1))
 
 
 def assert_equal_weights(*machines: Machine, of: Sequence[str] = ("weights", "seen")) -> None:

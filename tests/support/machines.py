@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from tests.support import warm
 from tests.support.repository import PYTHONPATH
@@ -31,7 +32,7 @@ TORCHFT = ("torchft.coordination", "torchft.process_group")
 
 @contextlib.contextmanager
 def lighthouse(
-    bind: str = "127.0.0.1:0", wait_s: float = 2.0, dead_s: float = 1.5
+    bind: str = "127.0.0.1:0", wait_s: float = 20.0, dead_s: float = 3.0
 ) -> Iterator[str]:
     """A lighthouse that runs in the body. Its address. It leaves out machines for which the others
     have waited `wait_s` seconds, and those without a heartbeat for `dead_s`.
@@ -246,12 +247,6 @@ def assert_equal(*machines: Machine, began_together: bool = False) -> None:
         assert compared > 3
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def one_gets_sigterm(
     folder: Path, *modules: str, **settings: Any
 ) -> tuple[Machine, dict[str, Any]]:
@@ -260,7 +255,7 @@ def one_gets_sigterm(
     the end of a round, and has then no part to send.) Returns a and the last line of b.
     """
     (folder / "slow").touch()
-    with lighthouse(wait_s=30.0, dead_s=4.0) as address:
+    with lighthouse(wait_s=90.0, dead_s=5.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, steps=10_000, **settings)
         first = new("a", *modules, seed=0)
         first.round(2)
@@ -268,7 +263,7 @@ def one_gets_sigterm(
         try:
             end = second.end()
             first.wait_for(
-                lambda line: line.get("names") == ["a"] and line["step"] > end["round"], 20.0
+                lambda line: line.get("names") == ["a"] and line["step"] > end["round"], 60.0
             )
             last = first.rounds[end["round"]]
             assert last["names"] == ["a", "b"] and last["weights"] == end["weights"], (last, end)
@@ -315,16 +310,26 @@ def one_comes_and_is_killed(
     """
     slow = folder / "slow"
     slow.touch()
-    with lighthouse(wait_s=30.0, dead_s=4.0) as address:
+    # the ranks of a machine find each other in the store of this process, as in that of torchrun
+    stores = [
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)
+    ]
+    with lighthouse(wait_s=90.0, dead_s=5.0) as address:
         new = functools.partial(Machine, FRONT_JOB, address, folder, **settings)
-        first = new("a", *modules, seed=0, port=free_port())
-        first.round(2)
-        second = new("b", *modules, seed=1, port=free_port())
-        first.wait_for(lambda line: line.get("names") == ["a", "b"])
-        second.round(max(first.rounds) + 4)
-        second.kill()
-        slow.unlink()
-        end = first.end()
+        first = new("a", *modules, seed=0, port=stores[0].port)
+        started = [first]
+        try:
+            first.round(2)
+            second = new("b", *modules, seed=1, port=stores[1].port, sigkill=4)
+            started.append(second)
+            first.wait_for(lambda line: line.get("names") == ["a", "b"])
+            assert second.processes[0].wait(60) == -signal.SIGKILL
+            second.kill()
+            slow.unlink()
+            end = first.end()
+        finally:
+            for machine in started:
+                machine.kill()
     assert_equal(first, second)
     assert end["steps"] == settings["steps"] and end["names"] == ["a"]
     assert end["round"] == settings["steps"] // 5 and sorted(first.rounds) == [

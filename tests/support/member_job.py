@@ -10,6 +10,8 @@ been lost; "blocked": connecting with others always fails; "unsure": the confirm
 though it has ended everywhere. "asked": the process dies while another machine takes its state.
 Of an exchange behind the training: "unsent": the process dies before it begins; "arrived": some
 time after everything of three machines has arrived; "unarrived": it seems to fail.
+"slow": its state is read when it has taken so many more outer steps.
+`hold`: after how many outer steps it waits, in mid-round, for SIGTERM.
 `nan`: after how many steps a moment of the last shard is not finite. `save`: it saves NAME in the
 folder when it has taken `rounds` outer steps; `stop_in_flight`: it ends while the exchange after
 so many is in flight; `load`: it begins from the file of this machine.
@@ -287,6 +289,10 @@ def main(settings: dict) -> None:
                     **more,
                 )
             before = now
+            if now[0] == settings.get("hold") and stats["step_in_round"] == 4:
+                said("holds")
+                while not stopping:
+                    time.sleep(0.01)
             time.sleep(settings.get("sleep_s", 0.05))
         if settings.get("save") and shards is not None:
             dcp.save(
@@ -388,7 +394,9 @@ def inject(what: str, number: int) -> None:
         path = reply.request.path
         part = path.startswith("/state/") and path.endswith("/2")
         if what == "slow" and part:
-            time.sleep(number)
+            enough = exchanged[0] + number
+            while exchanged[0] < enough:
+                time.sleep(0.02)
         if what == "asked" and part:  # in the middle of the state
             os.kill(os.getpid(), signal.SIGKILL)
         answer(server, reply)

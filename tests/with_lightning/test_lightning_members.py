@@ -1,12 +1,17 @@
 """Machines that come and go under Lightning and Fabric."""
 
+import copy
 import csv
 import functools
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
+from lightning_commhooks.strategy import _Progress
+from tests.support import lightning_support as support
 from tests.support.machines import (
     FRONT_JOB,
     Machine,
@@ -100,3 +105,45 @@ def test_a_machine_that_gets_sigterm_ends_the_round_first(tmp_path: Path) -> Non
     assert end["ended_by"] == "SIGTERMException"
     validations = [line["same"] for line in a.lines if line["what"] == "validation"]
     assert len(validations) > 2 and all(validations)
+
+
+class _Follows(support.Model):
+    """Keeps the progress at the first batch of epoch 1, or takes another one's at batch 2 of epoch
+    0.
+    """
+
+    def __init__(self, taken: Any = None) -> None:
+        super().__init__()
+        self.taken = taken
+        self.kept: Any = None
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        progress = _Progress(self.trainer)
+        place = self.trainer.current_epoch, batch_idx
+        if place == (1, 0):
+            self.kept = copy.deepcopy(progress.state_dict())
+        if place == (0, 2) and self.taken is not None:
+            progress.load_state_dict(self.taken)
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_machine_that_follows_another_one_into_an_epoch_trains_all_of_it(tmp_path: Path) -> None:
+    """Though its own pass over the data, which began with the epoch before, ends sooner."""
+    new_trainer = functools.partial(
+        pl.Trainer,
+        accelerator="cpu",
+        max_epochs=2,
+        limit_train_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    fast = _Follows()
+    new_trainer().fit(fast, support.data())
+    slow = _Follows(fast.kept)
+    new_trainer().fit(slow, support.data())
+    assert (fast.batches, slow.batches) == (8, 2 + 4)

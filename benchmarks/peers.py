@@ -314,7 +314,7 @@ def predicted(job: Job, done: Done) -> Curve | None:
 
 
 def sooner(job: Job, plain: Job, done: Done) -> float | None:
-    """Return how many times sooner than `plain` the job comes within a share of its last loss;
+    """Return the speed-up over `plain` until the job comes within a share of its last loss;
     0: not within these steps, None: not measured.
     """
     curve = predicted(job, done)
@@ -363,7 +363,7 @@ def row_of(name: str, ranks: int, args: argparse.Namespace, done: Done) -> Row:
 
 
 def times(rate: str) -> Cell:
-    """Format how many times sooner: with the learning rate x1 / with the best."""
+    """Format the speed-up: with the learning rate x1 / with the best."""
 
     def cell(row: Row) -> str:
         values = [row[f"sooner_{rate}"], row.get(f"best_{rate}")]

@@ -41,15 +41,13 @@ class Blocks:
         return sections[:, self.codes_at :].unflatten(1, (-1, self.code.block_bytes))
 
 
-NewBlocks = Callable[[Sequence[Piece], BlockCode, torch.dtype, Memory, int], Part]
-"""Makes a kernel of pieces, a code, the dtype of the rows, memory for copies of them, and how many
-rows a collective has at most.
-"""
+NewBlocks = Callable[[Sequence[Piece], BlockCode, torch.dtype, Memory], Part]
+"""Makes a kernel of pieces, a code, the dtype of the rows, and memory for copies of them."""
 
 
 class TorchBlocks(Blocks):
     """Implements `Part` with torch, on any device, in copies of the pieces that are padded to whole
-    blocks. The host waits for no device. `rows`: of a collective, at most.
+    blocks. The host waits for no device. `rows`: how many it computes at a time, at most.
     """
 
     def __init__(
@@ -58,7 +56,8 @@ class TorchBlocks(Blocks):
         code: BlockCode,
         dtype: torch.dtype,
         scratch: Memory,
-        rows: int,
+        *,
+        rows: int = 1,
     ) -> None:
         super().__init__(pieces, code, dtype, scratch)
         self._numel = sum(self.blocks) * code.block_size
@@ -127,12 +126,7 @@ class NativeBlocks(Blocks):
     """
 
     def __init__(
-        self,
-        pieces: Sequence[Piece],
-        code: BlockCode,
-        dtype: torch.dtype,
-        scratch: Memory,
-        rows: int,
+        self, pieces: Sequence[Piece], code: BlockCode, dtype: torch.dtype, scratch: Memory
     ) -> None:
         super().__init__(pieces, code, dtype, scratch)
         self._copies = dtype != self.real

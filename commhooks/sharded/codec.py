@@ -7,6 +7,7 @@ Every kernel computes the same bits, and decoding is one product, so ranks may c
 different kernels.
 """
 
+import functools
 import itertools
 
 import torch
@@ -36,8 +37,9 @@ class Codec:
             wire = torch.bfloat16
             self._parts.append(PlainPart(layout.compressed, dtype, wire, rows, device))
         else:
-            blocks: NewBlocks = native_blocks(device) if native else TorchBlocks
-            self._parts.append(blocks(layout.compressed, layout.code, dtype, scratch, rows))
+            by_torch = functools.partial(TorchBlocks, rows=rows)
+            blocks: NewBlocks = native_blocks(device) if native else by_torch
+            self._parts.append(blocks(layout.compressed, layout.code, dtype, scratch))
         if layout.exact:
             self._parts.append(PlainPart(layout.exact, dtype, dtype, rows, device))
         sizes = [aligned(part.nbytes) for part in self._parts]

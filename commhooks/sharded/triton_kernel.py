@@ -138,12 +138,7 @@ class TritonBlocks(Blocks):
     """Implements `Part` with Triton, on the current stream; needs no copies, and never waits."""
 
     def __init__(
-        self,
-        pieces: Sequence[Piece],
-        code: BlockCode,
-        dtype: torch.dtype,
-        scratch: Memory,
-        rows: int,
+        self, pieces: Sequence[Piece], code: BlockCode, dtype: torch.dtype, scratch: Memory
     ) -> None:
         super().__init__(pieces, code, dtype, scratch)
         size = code.block_size
@@ -262,7 +257,7 @@ def results_of(
     for numel in sizes:
         pieces.append(Piece(str(numel), start, numel))
         start += numel + 3  # elements that are not compressed
-    part = kernel(pieces, code, dtype, Memory(device), 3)
+    part = kernel(pieces, code, dtype, Memory(device))
     rows = torch.stack([hard_numbers(start, 100 * row, dtype) for row in range(3)])
     rows[1, 2 * size] = float("inf")
     rows[2, 3 * size] = float("nan")

@@ -490,7 +490,7 @@ class NetworkReport:
         if self.step_ms is None:
             return (
                 f"{spends}. If it computes for {_duration(plain.seconds / SMALL)} or more, nothing"
-                ' is needed. Else begin with hook="auto", which measures and chooses;'
+                ' is needed. Otherwise begin with hook="auto", which measures and chooses;'
                 ' hook="diloco" sends the least. --step-ms names one.'
             )
         computing = f"beside {self.step_ms:g} ms of computing"

@@ -1,6 +1,7 @@
 """What the machines decide after a quorum, as tables and by enumeration, without processes."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,27 +154,41 @@ def assert_compatible(reports: Sequence[Report], decisions: Mapping[str, Decisio
     assert len(participants) <= 1, "the machines disagree about who trains the next round"
 
 
-def after(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[Report]:
-    """The reports of the next quorum, if everything succeeds."""
+def after(
+    reports: Sequence[Report],
+    decisions: Mapping[str, Decision],
+    *,
+    committed: int | None = None,
+    added: int = 10_000,
+) -> list[Report]:
+    """The reports of the next quorum, if everything succeeds.
+
+    A commit sets the anchor to `committed` (None: to a number of the step), and an exchange adds
+    `added` to it.
+    """
     results = []
-    for own in reports:
-        decision = decisions[own.name]
-        changes: dict[str, Any] = {"number": own.number + 1}
+    for machine in reports:
+        decision = decisions[machine.name]
+        changes: dict[str, Any] = {"number": machine.number + 1}
         if decision.action is QuorumAction.COMMIT:
-            changes |= {"step": own.step + 1, "anchor": own.step * 1000, "steps": 0}
+            anchor = machine.step * 1000 if committed is None else committed
+            changes |= {"step": machine.step + 1, "anchor": anchor, "steps": 0}
         if decision.action in (QuorumAction.COMMIT, QuorumAction.ABANDON):
             changes |= {"attempt": "", "attempt_with": (), "complete": False}
         if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN, QuorumAction.HEAL):
-            source = decision.source or own
-            anchor = source.anchor if decision.step == source.step else source.anchor + 10_000
+            source = decision.source or machine
             changes |= {
                 "step": decision.step,
-                "anchor": anchor,
+                "anchor": source.anchor + (0 if decision.step == source.step else added),
                 "joined": True,
                 "steps": 0 if decision.action is QuorumAction.HEAL else 20,
             }
-        results.append(dataclasses.replace(own, **changes))
+        results.append(dataclasses.replace(machine, **changes))
     return results
+
+
+after_x = functools.partial(after, committed=6, added=10)
+"""As `after`, but the anchor keeps whether X is in it: 6 in its last place."""
 
 
 @pytest.mark.parametrize("machines", [1, 2, 3, 4])
@@ -245,7 +260,7 @@ def test_an_exchange_that_is_interrupted_anywhere_leaves_one_anchor_for_each_ste
                     there = [reports[place] for place in meeting]
                     decisions = all_decide(*there)
                     assert_compatible(there, decisions)
-                    for place, now in zip(meeting, _after_x(there, decisions), strict=True):
+                    for place, now in zip(meeting, after_x(there, decisions), strict=True):
                         reports[place] = now
                 together = [reports[place] for place in second]
                 assert len({(own.step, own.anchor) for own in together}) == 1, (
@@ -286,7 +301,7 @@ def test_an_exchange_in_flight_that_is_interrupted_anywhere_leaves_one_anchor_fo
                     there = [reports[place] for place in meeting]
                     decisions = all_decide(*there)
                     assert_compatible(there, decisions)
-                    for place, now in zip(meeting, _after_x(there, decisions), strict=True):
+                    for place, now in zip(meeting, after_x(there, decisions), strict=True):
                         if number or place in acting:
                             reports[place] = now
                         if not number and decisions[now.name].participants and place in acting:
@@ -300,31 +315,6 @@ def test_an_exchange_in_flight_that_is_interrupted_anywhere_leaves_one_anchor_fo
 
 def _history(own: Report) -> str:
     return "X" if own.anchor % 10 == 6 else "?"
-
-
-def _after_x(reports: Sequence[Report], decisions: Mapping[str, Decision]) -> list[Report]:
-    """As `after`, but the anchor keeps whether X is in it: 6 in its last place. A later exchange
-    adds 10.
-    """
-    results = []
-    for own in reports:
-        decision = decisions[own.name]
-        changes: dict[str, Any] = {"number": own.number + 1}
-        if decision.action is QuorumAction.COMMIT:
-            changes |= {"step": own.step + 1, "anchor": 6, "steps": 0}
-        if decision.action in (QuorumAction.COMMIT, QuorumAction.ABANDON):
-            changes |= {"attempt": "", "attempt_with": (), "complete": False}
-        if decision.action in (QuorumAction.EXCHANGE, QuorumAction.BEGIN, QuorumAction.HEAL):
-            source = decision.source or own
-            anchor = source.anchor if decision.step == source.step else source.anchor + 10
-            changes |= {
-                "step": decision.step,
-                "anchor": anchor,
-                "joined": True,
-                "steps": 0 if decision.action is QuorumAction.HEAL else 20,
-            }
-        results.append(dataclasses.replace(own, **changes))
-    return results
 
 
 # ---- tables

@@ -1,4 +1,6 @@
-"""No failure of a rank or of a program is lost: every other test relies on it."""
+"""No failure of a rank or of a program is lost, and a process that is forked is like one that is
+started: every other test relies on it.
+"""
 
 import os
 import signal
@@ -12,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import warm
+from tests.support.compilers import needs_compiler
 from tests.support.repository import REPOSITORY
 from tests.support.workers import RanksFailed
 
@@ -98,3 +102,22 @@ def test_clean_env_keeps_the_arguments_and_the_exit_status(tmp_path, end, status
         command, env=dict(os.environ, WORLD_SIZE="8"), capture_output=True, text=True, timeout=280
     )
     assert (done.stdout, done.returncode) == ("['--flag', 'value'] False\n", status), done.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize(("variable", "loaded"), [("UNUSED", 1), ("CC", 0), ("XDG_CACHE_HOME", 0)])
+def test_a_forked_process_keeps_the_c_kernels_only_with_the_same_compiler_and_cache(
+    tmp_path, variable, loaded
+):
+    print_loaded = (
+        "from commhooks.compressors.native import library\n"
+        "print(library.load.cache_info().currsize)"
+    )
+    done = subprocess.run(
+        [warm.python(), "-c", print_loaded],
+        env={**os.environ, variable: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.stdout == f"{loaded}\n", done.stderr

@@ -64,9 +64,9 @@ FRAMEWORKS = {
 }
 
 
-# The files that take longest begin first with `pytest -n`, so that none is left at the end. In
-# about half of that time, tests of machines, time limits and whole scripts wait for something. In this
-# order two of four processes run such tests while the others compute, all the time.
+# The files that take longest begin first with `pytest -n`, so that none is left at the end. For
+# about half of that time, tests of machines, time limits and whole scripts wait for something. In
+# this order two of four processes run such tests while the others compute, all the time.
 FIRST = (
     "test_machines.py",
     "test_in_flight.py",

@@ -3,9 +3,9 @@ and the steps of optimizers become events of `schedule.py`. During a step the le
 optimizer may be multiplied."""
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +16,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from commhooks.errors import HookRunError
 from commhooks.gradients.torch_private import copy_each, run_after_backward
+from commhooks.local_steps.learning_rate import ScaledRates
 from commhooks.local_steps.notices import refuse_sharded_steps
 from commhooks.local_steps.schedule import (
     Event,
@@ -27,6 +27,7 @@ from commhooks.local_steps.schedule import (
     State,
     StepBegins,
     StepEnds,
+    StepFails,
 )
 
 _SAMPLED = 16
@@ -48,7 +49,7 @@ class TrainingEvents:
 
     Args:
         stepped: the parameters as optimizers hold them.
-        listener: gets `ForwardBegins`, `StepBegins` and `StepEnds`, and after
+        listener: gets `ForwardBegins`, `StepBegins`, `StepEnds` and `StepFails`, and after
             `call_after_backward` its two events."""
 
     def __init__(
@@ -107,6 +108,11 @@ class TrainingEvents:
         self._optimizers[optimizer] = None
         self._stepped_at.update(dict.fromkeys(stepped, listener.state.ended))
         listener.on(StepEnds(min(self._stepped_at.values())))
+
+    def step_has_failed(self, optimizer: Optimizer) -> None:
+        listener = self._listener()
+        if listener is not None and self._parameters_of(optimizer):
+            listener.on(StepFails())
 
     def _parameters_of(self, optimizer: Optimizer) -> set[int]:
         return set[int]().union(*map(self._parameters_in, optimizer.param_groups))
@@ -197,75 +203,10 @@ def _middle(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach()[tuple(size // 2 for size in parameter.shape)]
 
 
-@dataclass
-class _ScaledRate:
-    """What the learning rate of a parameter group is during a step, and the user's."""
+_scaled = ScaledRates()
 
-    group: dict[str, Any]
-    factor: float
-    users: Any
-    multiplied: Any
-
-    @classmethod
-    def of(cls, group: dict[str, Any], factor: float, optimizer: Optimizer) -> "_ScaledRate":
-        """Multiply the learning rate of a group of `optimizer`. Raises HookRunError if it has
-        none."""
-        users = group.get("lr")  # a number or a tensor
-        if factor == 1.0:
-            return cls(group, factor, users, users)
-        if users is None:
-            raise HookRunError(
-                f"lr_factor multiplies the learning rate of {type(optimizer).__name__} by"
-                f" {factor:.3g}, but the optimizer has none (lr=None): set lr, or leave out"
-                " lr_factor"
-            )
-        # Do not change a tensor in place: schedulers may hold it.
-        group["lr"] = users * factor
-        return cls(group, factor, users, group["lr"])
-
-    def restore(self) -> None:
-        if self.group.get("lr") is self.multiplied and self.factor != 1.0:
-            self.group["lr"] = self.users  # otherwise the step has set another learning rate
-
-
-class _ScaledRates:
-    """Multiplies learning rates during a step, so that schedulers, logs and checkpoints see the
-    user's. An optimizer may step several models with hooks, and share its groups with another
-    one, whose step is within its own.
-
-    Attributes:
-        changed: what has been multiplied, by id of the group."""
-
-    def __init__(self) -> None:
-        self.changed: weakref.WeakKeyDictionary[Optimizer, dict[int, _ScaledRate]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def multiply(
-        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], factor: float
-    ) -> None:
-        """Multiply the learning rates of some groups, each once in a step. Raises HookRunError if
-        another model has multiplied one by another factor, or if one has no learning rate."""
-        changed = self.changed.setdefault(optimizer, {})
-        for group in groups:
-            before = changed.get(id(group))
-            if before is None:
-                changed[id(group)] = _ScaledRate.of(group, factor, optimizer)
-            elif before.factor != factor:
-                raise HookRunError(
-                    f"a parameter group of {type(optimizer).__name__} has weights of two models,"
-                    f" whose hooks multiply its learning rate by {before.factor:.3g} and by"
-                    f" {factor:.3g}: give each model a parameter group of its own"
-                )
-
-    def restore(self, groups: Sequence[dict[str, Any]]) -> None:
-        for changed in list(self.changed.values()):
-            for group in groups:
-                if (rate := changed.pop(id(group), None)) is not None:
-                    rate.restore()
-
-
-_scaled = _ScaledRates()
+_stepping: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""The ids of the `_StepArguments` of the steps that run."""
 
 _watching: weakref.WeakKeyDictionary[TrainingEvents, None] = weakref.WeakKeyDictionary()
 """In the order of construction, which is the same on all ranks."""
@@ -280,17 +221,51 @@ def _watch_all_optimizers() -> None:
 
 
 @torch.compiler.disable
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    _scaled.restore(optimizer.param_groups)  # the previous step may have raised
+def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
+    is_noticed = _is_stepping(optimizer)
+    noticed = _StepArguments(optimizer, keywords)
+    if is_noticed:
+        _stepping[optimizer] = id(noticed)
+    _scaled.restore(optimizer.param_groups)  # the exception of the previous step may be kept
     for events in list(_watching):
         events.before_step(optimizer)
+    return (arguments, noticed) if is_noticed else None
 
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    _stepping.pop(optimizer, None)
     _scaled.restore(optimizer.param_groups)
     for events in list(_watching):
         events.after_step(optimizer)
+
+
+class _StepArguments(dict[str, Any]):
+    """The keyword arguments of a step, which notice that the step has raised: torch then calls no
+    hook, but nothing refers to them any more once the exception is handled."""
+
+    def __init__(self, optimizer: Optimizer, keywords: dict[str, Any]) -> None:
+        super().__init__(keywords)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __del__(self) -> None:
+        optimizer = self._optimizer()
+        # another hook may have replaced the arguments of the step that runs
+        if optimizer is None or _stepping.get(optimizer) != id(self) or _is_stepping(optimizer):
+            return
+        del _stepping[optimizer]
+        _scaled.restore(optimizer.param_groups)
+        for events in list(_watching):
+            events.step_has_failed(optimizer)
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Return whether `step` of the optimizer's class runs in this thread, and is not compiled."""
+    code = getattr(type(optimizer).step, "__code__", None)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _after_backward(listener: Callable[[], Listener | None]) -> None:

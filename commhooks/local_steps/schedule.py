@@ -211,6 +211,11 @@ class StepEnds(Event):
 
 
 @dataclass(frozen=True)
+class StepFails(Event):
+    """A step has ended in an exception, which the training has handled."""
+
+
+@dataclass(frozen=True)
 class BetweenSteps(Event):
     """All ranks are between the same two steps, before `EndRound` or what else communicates.
     `seen`: the steps of all parameters are seen, so what is due here waits for a step that this
@@ -313,6 +318,8 @@ def advance(rules: Rules, state: State, event: Event) -> Next:
             state = replace(state, in_step=None)
             waits = state.phase is not Phase.DUE or since < state.due_at
             return (state, Action.NOTHING) if waits else _exchange(rules, state)
+        case StepFails():
+            return replace(state, in_step=None), Action.NOTHING
         case BetweenSteps(seen):
             skipped = seen and state.phase is Phase.DUE and state.in_step is None
             return _exchange(rules, state) if skipped else (state, Action.NOTHING)

@@ -155,6 +155,8 @@ class Attempt:
         self._machine.numbers.weight = share / len(machines)
         if exchanges and not self.decision.reuse:
             connections.connect(machines, self.decision.name, limit_s)
+        if exchanges:
+            connections.limit(limit_s)
         if exchanges and self._machine.history.is_kept:
             self._recorder = Recorder()
         self._exchange = exchange = outer.prepare(

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from commhooks.members.secret import HEADER, PROOF_BYTES, Key
-from commhooks.members.watch import keep_from_children
+from commhooks.members.watch import keep_alive, keep_from_children
 
 PIECE_BYTES = 16 * 2**20
 STATUS_LIMIT_S = 5.0
@@ -127,7 +127,7 @@ class Client:
         except http.client.HTTPException as error:
             raise OSError(str(error)) from error
         connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(connection)
         return connection
 
     @contextlib.contextmanager

@@ -56,9 +56,9 @@ class Members:
 
     def leave(self, wait_s: float | None = None) -> bool:
         """Leave the training, between two steps: end the round early and send this machine's part,
-        if the others come to their outer step within `wait_s` seconds (None: `Torchft.leave_s`).
-        They no longer wait for this machine. Returns whether its part was sent. A later outer step
-        raises HookRunError.
+        if the others come to their outer step within `wait_s` seconds (None: `Torchft.leave_s`),
+        and answer in it. They no longer wait for this machine. Returns whether its part was sent. A
+        later outer step raises HookRunError.
         """
         sent, wait_s = False, self._steps.options.leave_s if wait_s is None else wait_s
         if wait_s > 0 and self._steps.joined and self._driver.state.apart:

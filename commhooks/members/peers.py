@@ -24,6 +24,7 @@ _CONNECT_LIMIT_S = 10.0
 """How long gloo or NCCL may take to connect. Before that all machines have said that they are
 there.
 """
+_LEAST_LIMIT_S = 0.1
 _POLL_S = 0.05
 _PROBE_EVERY_S = 2.0
 
@@ -165,9 +166,6 @@ class Connections:
             f"{machines[0].store}/commhooks/{name}/{self._shard}", self._id, rank, len(machines)
         )
         self._torchft_group, self.group, self.name = made, made.parent, name
-        # torch 2.13; before, exchanges have the limit of the connection
-        if hasattr(self.group, "set_timeout"):
-            self.group.set_timeout(timedelta(seconds=self._timeout_s()))
         adopt(
             self.group,
             (
@@ -176,6 +174,13 @@ class Connections:
                 else dist.get_default_backend_for_device(self._device)
             ),
         )
+
+    def limit(self, limit_s: float) -> None:
+        """Let each collective of the next exchange fail after `limit_s` seconds."""
+        assert self.group is not None
+        # torch 2.13; before, exchanges have the limit of the connection
+        if hasattr(self.group, "set_timeout"):
+            self.group.set_timeout(timedelta(seconds=max(_LEAST_LIMIT_S, limit_s)))
 
     def _wait_until_ready(self, machines: Sequence[Report], name: str, deadline: float) -> None:
         waiting = [machine for machine in machines if machine.id != self._id]

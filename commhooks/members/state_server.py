@@ -24,7 +24,7 @@ from commhooks.members.client import bytes_of
 from commhooks.members.history import History
 from commhooks.members.lines import Lines
 from commhooks.members.secret import HEADER, PROOF_BYTES, Key, Refused
-from commhooks.members.watch import keep_from_children, wake
+from commhooks.members.watch import keep_alive, keep_from_children, wake
 
 _POLL_S = 0.1
 _PIECE_BYTES = 2**18
@@ -231,6 +231,7 @@ class StateServer:
         self._watchers.add(connection)
         try:
             connection.settimeout(None)
+            keep_alive(connection)
             connection.recv(1)
         finally:
             self._watchers.discard(connection)

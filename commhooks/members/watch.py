@@ -74,6 +74,13 @@ def wake(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Notice after some time (Linux: two hours) that the other host is gone without a word, so that
+    a thread does not wait for `connection` for ever.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 # ---- sockets and fork
 # --------------------------------------------------------------------------------------------------
 

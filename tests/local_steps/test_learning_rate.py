@@ -97,6 +97,41 @@ def test_exact_first_steps_and_a_step_that_raises(run_ranks):
         assert seen == pytest.approx([own, multiplied, multiplied, multiplied, own])
 
 
+def _steps_that_raise() -> list[float]:
+    """The first step and a later one raise. Returns the rate of the user, in the exception in a
+    save, and in a step after a schedule has halved it.
+    """
+    run = Run.new(hook="diloco", hook_options={"sync_every": 2, "lr_factor": 3.0})
+    schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+    inside: list[float] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        inside.append(optimizer.param_groups[0]["lr"])
+        if len(inside) in (1, 3):
+            raise MemoryError
+
+    run.optimizer.register_step_pre_hook(look)
+    rates: list[float] = []
+    for _ in range(2):
+        try:
+            run.train(1)
+        except MemoryError:
+            rates.append(run.optimizer.state_dict()["param_groups"][0]["lr"])
+        schedule.step()
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        run.train(1)
+        rates.append(inside[-1])
+    run.optimizer.register_step_pre_hook(lambda _, arguments, keywords: (arguments, {**keywords}))
+    run.optimizer.register_step_pre_hook(look)
+    run.train(1)  # another hook replaces the arguments of the step
+    return [*rates, inside[-1]]
+
+
+def test_a_schedule_sees_the_users_rate_after_a_step_that_has_raised(run_ranks):
+    (rates,) = run_ranks(_steps_that_raise, world_size=1)
+    assert rates == pytest.approx([0.05, 0.025, 0.075, 0.025, 0.0125, 0.0375, 0.0375])
+
+
 def _a_step_that_sets_its_own() -> float:
     run = Run.new(hook="diloco", hook_options={"sync_every": 2})
     run.optimizer = torch.optim.AdamW(run.ddp.parameters(), lr=0.01)

@@ -35,6 +35,7 @@ from commhooks.local_steps.schedule import (
     State,
     StepBegins,
     StepEnds,
+    StepFails,
     advance,
     may_end_a_turn,
 )
@@ -59,6 +60,7 @@ class Rank:
             `s~`: nobody exchanges; `s^`: the partner exchanges at once what it should send, or has
             sent again when it should apply; `s*`: another rank has exchanged before its step
     ( )     the begin and the end of a step with a closure
+    x       the step that has begun raises
     now     all ranks are between two steps, and `end` or `load` may follow
     end     a save or `synchronize`; `end!`: it fails
     all     rank 0 shares the state of the optimizers
@@ -95,6 +97,8 @@ class Rank:
                 self.step_ends(how if how in ("0", "1") else "01", how)
             case "(":
                 self.on(StepBegins(), how)
+            case "x":
+                self.on(StepFails(), how)
             case ")":
                 self.step_ends("01", how)
             case "now":
@@ -235,6 +239,16 @@ ROWS: dict[str, tuple[Rules, str, dict[str, Any]]] = {
         Rules(2),
         "f b  f b  now end=EXCHANGE_ALL+SHARE",
         {"apart": False},
+    ),
+    "a step that has raised was skipped": (
+        Rules(2),
+        "f b s  f b ( x f=EXCHANGE+SHARE b s  f b ( x now=EXCHANGE+SHARE",
+        {"in_step": None, "in_round": 0},
+    ),
+    "and the passes after it are not its own": (
+        Rules(4),
+        "f b ( f b x  f b f b s=EXCHANGE+SHARE",
+        {},
     ),
     "between the passes of a step nothing was skipped": (
         Rules(1),

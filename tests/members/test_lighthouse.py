@@ -4,11 +4,13 @@ hanging, strangers.
 
 import contextlib
 import ctypes
+import dataclasses
 import re
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ pytest.importorskip("torchft", reason="torchft is not installed")
 
 from torchft.coordination import LighthouseClient, LighthouseServer
 
-from commhooks.errors import CommandError
+from commhooks.errors import CommandError, HookRunError
 from commhooks.members.client import Client
 from commhooks.members.lighthouse import Absent, Lighthouse, id_of, next_name
 from commhooks.members.lines import Lines
@@ -414,6 +416,27 @@ def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: s
     for each in (server, other):
         each.close()
     a.close()
+
+
+def test_a_machine_that_hangs_in_an_exchange_is_waited_for_up_to_the_limit() -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    machines = [connections(name) for name in "ab"]
+    reports = [
+        dataclasses.replace(report, store=f"127.0.0.1:{store.port}") for *_, report in machines
+    ]
+    (a, *_), (b, *_) = machines
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda machine: machine.connect(reports, "X", 20.0), (a, b)))
+    a.limit(0.3)
+    began = time.monotonic()
+    with pytest.raises(HookRunError, match="confirmation"):
+        a.confirm()  # b does not
+    assert time.monotonic() - began < 10.0
+    for made, server, _ in machines:
+        made.close()
+        server.close()
 
 
 def test_an_error_says_why_a_machine_does_not_answer() -> None:

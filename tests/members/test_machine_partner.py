@@ -63,7 +63,7 @@ class Machine:
             history=History(lambda: 1.0),
             numbers=Numbers(),
             timeout_s=lambda: 1.0,
-            limit_s=lambda deadline: 1.0,
+            limit_s=lambda deadline: 1.0 if deadline is None else 0.5,
         )
         self.steps = MachinePartner(machine, mock.Mock(), {})  # type: ignore[arg-type]
         self.steps._own = dataclasses.replace(self.steps._own, joined=True)
@@ -82,14 +82,14 @@ class Machine:
         self.committed += 1
         self.outer.state.step += 1
 
-    def end_round(self) -> bool:
+    def end_round(self, limit_s: float | None = None) -> bool:
         def quorum(report: Report, deadline: object) -> list[Report] | None:
             self.reports.append(report)
             answer = self.answers.pop(0)
             return None if answer is None else [report, dataclasses.replace(OTHER, **answer)]
 
         with mock.patch.object(self.steps._quorums, "ask", quorum):
-            due = Due(fragment=0, trained=20)
+            due = Due(fragment=0, trained=20, limit_s=limit_s)
             return self.steps.exchange(self.outer, due) == Exchanged(fragment=0)
 
 
@@ -105,6 +105,23 @@ def test_the_transfer_of_the_state_pauses_during_an_exchange() -> None:
     )
     assert machine.end_round()
     left.assert_called_once()
+
+
+@pytest.mark.parametrize(("limit_s", "limit"), [(None, 1.0), (10.0, 0.5)])
+def test_each_exchange_has_a_limit_also_over_connections_of_before(
+    limit_s: float | None, limit: float
+) -> None:
+    """That of a machine that leaves may be shorter than those before."""
+    machine = Machine(failing=0)
+    connections = machine.steps._machine.connections
+    machine.steps._machine.numbers.passes = lambda: 20
+    machine.answers = [{}]
+    assert machine.end_round(limit_s)
+    connections.name = connections.connect.call_args.args[1]
+    machine.answers = [{"step": 6, "done": 0, "connection": connections.name}]
+    assert machine.end_round(limit_s)
+    connections.connect.assert_called_once()
+    assert connections.limit.call_args_list == [mock.call(limit)] * 2
 
 
 def test_a_machine_between_two_steps_looks_with_its_weight() -> None:

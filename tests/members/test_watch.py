@@ -6,10 +6,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from commhooks.members.client import Client
+from commhooks.members.state_server import StateServer
 from commhooks.members.watch import Watch
 from tests.support import warm
 from tests.support.repository import PYTHONPATH
@@ -78,6 +80,28 @@ def test_a_process_that_was_killed_is_dead_at_once(machine: "subprocess.Popen[st
     finally:
         os.kill(child, signal.SIGKILL)
     watched.watch.close()
+
+
+def test_both_ends_notice_in_the_end_that_the_other_host_is_gone() -> None:
+    server = StateServer("127.0.0.1", lambda: 60.0, lambda: {"id": "a:1"})
+    connection = Client().watch("a:1", server.address)
+    ports = {server.address.rpartition(":")[2], str(connection.getsockname()[1])}
+
+    def timers() -> list[str]:
+        """The kind of the timer of each end, in Linux; 02 is that of keepalive."""
+        ends = map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+        return [end[5][:2] for end in ends if set(map(_port, end[1:3])) == ports]
+
+    deadline = time.monotonic() + 10.0
+    while timers() != ["02", "02"]:
+        assert time.monotonic() < deadline, timers()
+        time.sleep(0.02)
+    connection.close()
+    server.close()
+
+
+def _port(address: str) -> str:
+    return str(int(address.rpartition(":")[2], 16))
 
 
 def test_a_connection_that_breaks_is_no_death() -> None:

@@ -91,13 +91,14 @@ class TrainingEvents:
         """Whether each parameter has been stepped at least once."""
         return min(self._stepped_at.values(), default=-1) >= 0
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, *, with_closure: bool) -> None:
         listener = self._listener()
         if listener is None or not self._parameters_of(optimizer):
             return
         if optimizer not in self._optimizers:
             refuse_sharded_steps(optimizer)
-        listener.on(StepBegins())
+        if with_closure:
+            listener.on(StepBegins())
 
     def multiply_rates(self, optimizer: Optimizer) -> None:
         listener = self._listener()
@@ -113,7 +114,7 @@ class TrainingEvents:
         self._stepped_at.update(dict.fromkeys(stepped, listener.state.ended))
         listener.on(StepEnds(min(self._stepped_at.values())))
 
-    def step_has_failed(self, optimizer: Optimizer) -> None:
+    def closure_has_failed(self, optimizer: Optimizer) -> None:
         listener = self._listener()
         if listener is not None and self._parameters_of(optimizer):
             listener.on(StepFails())
@@ -226,18 +227,18 @@ def _watch_all_optimizers() -> None:
 
 @torch.compiler.disable
 def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
-    is_noticed = _is_stepping(optimizer)
-    noticed = _StepArguments(optimizer, keywords)
-    if is_noticed:
-        _stepping[optimizer] = id(noticed)
+    by_place = len(arguments) > 1 and _is_closure(arguments[1])
+    by_name = _is_closure(keywords.get("closure"))
     for events in list(_watching):
-        events.before_step(optimizer)
+        events.before_step(optimizer, with_closure=by_place or by_name)
     _multiply_rates(optimizer)
-    if not is_noticed:
+    if not _scaled.changed.get(optimizer) or not _is_stepping(optimizer):
         return None
-    if _is_closure(noticed.get("closure")):
+    noticed = _StepArguments(optimizer, keywords)
+    _stepping[optimizer] = id(noticed)
+    if by_name:
         noticed["closure"] = _with_users_rates(optimizer, noticed["closure"])
-    elif len(arguments) > 1 and _is_closure(arguments[1]):
+    elif by_place:
         arguments = (optimizer, _with_users_rates(optimizer, arguments[1]), *arguments[2:])
     return arguments, noticed
 
@@ -259,7 +260,12 @@ def _with_users_rates(optimizer: Optimizer, closure: Callable[..., Any]) -> Call
 
     def with_users_rates(*arguments: Any, **keywords: Any) -> Any:
         _scaled.restore(optimizer.param_groups)
-        result = closure(*arguments, **keywords)
+        try:
+            result = closure(*arguments, **keywords)
+        except BaseException:
+            for events in list(_watching):
+                events.closure_has_failed(optimizer)
+            raise
         _multiply_rates(optimizer)
         return result
 
@@ -275,8 +281,9 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 class _StepArguments(dict[str, Any]):
-    """The keyword arguments of a step, which notice that the step has raised: torch then calls no
-    hook, but nothing refers to them any more once the exception is handled."""
+    """The keyword arguments of a step. If the step raises, torch calls no hook, but nothing refers
+    to them any more once the exception is handled: the learning rates are then the user's again.
+    If something keeps the exception, they are at the next step."""
 
     def __init__(self, optimizer: Optimizer, keywords: dict[str, Any]) -> None:
         super().__init__(keywords)
@@ -289,8 +296,6 @@ class _StepArguments(dict[str, Any]):
             return
         del _stepping[optimizer]
         _scaled.restore(optimizer.param_groups)
-        for events in list(_watching):
-            events.step_has_failed(optimizer)
 
 
 def _is_stepping(optimizer: Optimizer) -> bool:

@@ -106,7 +106,7 @@ class State:
         due_at: in the phase DUE, the value of `ended` since which every parameter must be stepped.
         apart: whether the ranks may have different weights.
         joined: whether the first round has begun; see `Partner.joined`.
-        in_step: passes of the optimizer step that runs; None outside of a step.
+        in_step: passes of the optimizer step that runs; None outside of a step with a closure.
         training: `Module.training` in the latest pass.
         unstepped: whether the latest exchange began before the optimizers of this rank had stepped
             since its latest pass, so that they may step after it.
@@ -199,7 +199,7 @@ class ForwardBegins(Event):
 
 @dataclass(frozen=True)
 class StepBegins(Event):
-    """An optimizer of the model begins its step."""
+    """An optimizer of the model begins a step with a closure."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class StepEnds(Event):
 
 @dataclass(frozen=True)
 class StepFails(Event):
-    """A step has ended in an exception, which the training has handled."""
+    """The closure of a step has raised, which ends the step."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Rank:
             `s~`: nobody exchanges; `s^`: the partner exchanges at once what it should send, or has
             sent again when it should apply; `s*`: another rank has exchanged before its step
     ( )     the begin and the end of a step with a closure
-    x       the step that has begun raises
+    x       the closure of the step that has begun raises
     now     all ranks are between two steps, and `end` or `load` may follow
     end     a save or `synchronize`; `end!`: it fails
     all     rank 0 shares the state of the optimizers
@@ -93,7 +93,6 @@ class Rank:
                     self.on(PassCounts(), how)
                 self.counted += self.state.in_round - in_round
             case "s":
-                self.on(StepBegins(), how)
                 self.step_ends(how if how in ("0", "1") else "01", how)
             case "(":
                 self.on(StepBegins(), how)

@@ -98,8 +98,12 @@ class TrainingEvents:
         if optimizer not in self._optimizers:
             refuse_sharded_steps(optimizer)
         listener.on(StepBegins())
+
+    def multiply_rates(self, optimizer: Optimizer) -> None:
+        listener = self._listener()
         groups = [group for group in optimizer.param_groups if self._parameters_in(group)]
-        _scaled.multiply(optimizer, groups, listener.lr_factor(optimizer))
+        if listener is not None and groups:
+            _scaled.multiply(optimizer, groups, listener.lr_factor(optimizer))
 
     def after_step(self, optimizer: Optimizer) -> None:
         listener, stepped = self._listener(), self._parameters_of(optimizer)
@@ -226,10 +230,38 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
     noticed = _StepArguments(optimizer, keywords)
     if is_noticed:
         _stepping[optimizer] = id(noticed)
-    _scaled.restore(optimizer.param_groups)  # the exception of the previous step may be kept
     for events in list(_watching):
         events.before_step(optimizer)
-    return (arguments, noticed) if is_noticed else None
+    _multiply_rates(optimizer)
+    if not is_noticed:
+        return None
+    if callable(noticed.get("closure")):
+        noticed["closure"] = _with_users_rates(optimizer, noticed["closure"])
+    users = (
+        _with_users_rates(optimizer, argument) if callable(argument) else argument
+        for argument in arguments[1:]
+    )
+    return (optimizer, *users), noticed
+
+
+def _multiply_rates(optimizer: Optimizer) -> None:
+    # an exception of the previous step may be kept, or a step within this one has multiplied them
+    _scaled.restore(optimizer.param_groups)
+    for events in list(_watching):
+        events.multiply_rates(optimizer)
+
+
+def _with_users_rates(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a closure that runs with the user's learning rates: in Lightning it is the whole
+    training step, which may log rates, and set them by a schedule."""
+
+    def with_users_rates(*arguments: Any, **keywords: Any) -> Any:
+        _scaled.restore(optimizer.param_groups)
+        result = closure(*arguments, **keywords)
+        _multiply_rates(optimizer)
+        return result
+
+    return with_users_rates
 
 
 @torch.compiler.disable

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_commhooks import CommHookDDP
 from tests.checkpoint import hostile
 from tests.support import sharded
 from tests.support.accelerators import Training, Warnings, launched
-from tests.support.ddp_steps import process_group_of_one
+from tests.support.ddp_steps import limit_from_now_on, process_group_of_one
 from tests.support.features import fully_shard_on_gloo
 from tests.support.lightning_support import Model, data, trainer
 from tests.support.models import same
@@ -296,7 +295,7 @@ def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
 
     Rank 0 could not load; it trains on all the same if `goes_on`.
     """
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     run = Run.new(ddp={"process_group": group}, hook_options={"start_powerSGD_iter": 1}).train(3)
     saved = run.hook.state_dict()
     if dist.get_rank() == 0:
@@ -308,6 +307,7 @@ def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
     except CommHookError as error:
         refused = str(error)
     assert bool(refused) == (dist.get_rank() == 0)
+    limit_from_now_on(group, 2.0)
     begin = time.monotonic()
     if refused and not goes_on:
         return refused, 0.0

@@ -104,7 +104,7 @@ def sub_group(name: str, how: Callable[..., Any], ddp_on_pair: bool) -> None:
     ],
 )
 def test_averages_over_the_group_only(run_ranks, name, how, ddp_on_pair):
-    run_ranks(sub_group, name, how, ddp_on_pair, world_size=3, timeout_s=30)
+    run_ranks(sub_group, name, how, ddp_on_pair, world_size=3)
 
 
 def saved_on_a_sub_group(residual: str, gather: bool) -> None:
@@ -217,4 +217,4 @@ def test_ranks_may_be_in_different_numbers_of_groups(
     run_ranks: Any, config: commhooks.HookConfig, ranks: int, nodes: int | None
 ) -> None:
     """torch names a new group by its ranks and by how many groups there are on this rank."""
-    run_ranks(_with_unequal_groups, config, nodes, world_size=ranks, timeout_s=30)
+    run_ranks(_with_unequal_groups, config, nodes, world_size=ranks)

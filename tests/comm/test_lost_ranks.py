@@ -18,6 +18,7 @@ import commhooks
 from commhooks.comm.collectives import PointToPoint, gather_rows
 from commhooks.comm.groups import _Notes, new_group
 from commhooks.gradients.torch_private import timeout_of
+from tests.support.ddp_steps import limit_from_now_on
 from tests.support.models import mlp
 
 
@@ -192,6 +193,7 @@ def _waits(hook: str, group: dist.ProcessGroup, folder: Path) -> float | None:
             optimizer.step()
 
     train(4)
+    limit_from_now_on(group, LIMIT_S)
     if dist.get_rank() == 2:
         ddp.module[2].register_full_backward_hook(hang)
         with contextlib.suppress(KeyboardInterrupt):
@@ -212,9 +214,7 @@ def _each_waits(folder: Path) -> dict[str, float | None]:
     waited = {}
     for hook in HOOKS:
         (folder / hook).mkdir(exist_ok=True)
-        waited[hook] = _waits(
-            hook, dist.new_group(timeout=timedelta(seconds=LIMIT_S)), folder / hook
-        )
+        waited[hook] = _waits(hook, dist.new_group(), folder / hook)
     return waited
 
 

@@ -1,7 +1,6 @@
 """All-to-all and all-gather by messages give what gloo's own collectives give."""
 
 import gc
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from commhooks.comm import collectives
 from commhooks.comm.collectives import TAG, PointToPoint, Send, resolve_group, start
 from commhooks.errors import HookRunError
-from tests.support.ddp_steps import process_group_of_one
+from tests.support.ddp_steps import limit_from_now_on, process_group_of_one
 
 NUMELS = (1, 7, 0, 300_000, 5)
 
@@ -105,10 +104,11 @@ def test_messages_give_what_gloos_collectives_give(run_ranks: Any, world_size: i
 
 def _too_few() -> str:
     """Rank 1 begins two of three exchanges: rank 0 gets the time limit's error for the third."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))
+    group = dist.new_group([0, 1])
     messages = PointToPoint()
     for number in range(2 if dist.get_rank() == 1 else 3):
         rows = torch.full((2, 4), 10.0 * dist.get_rank() + number)
+        limit_from_now_on(group, 2.5 if number == 2 else 60.0)
         pending = start(
             Send(rows, what=f"number {number}", op="all_to_all"), group, None, messages=messages
         )

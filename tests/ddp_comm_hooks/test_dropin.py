@@ -123,7 +123,7 @@ def test_torchs_example_runs(run_ranks, name):
     code = EXAMPLES[name]
     begins = "start_powerSGD_iter" in code  # at step 10
     trained = 12 if begins else 3
-    for steps, rate in run_ranks(run_example, code, trained, timeout_s=30):
+    for steps, rate in run_ranks(run_example, code, trained):
         if "PowerSGDState" in code:
             assert steps == trained
             assert (rate > 1) == begins  # otherwise 1000 steps would come first
@@ -184,9 +184,7 @@ def demo_serialization(path: str, steps_before: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("steps_before", [0, 5])
 def test_torchs_example_of_saving_and_reloading_runs(run_ranks, tmp_path: Path, steps_before):
-    results = run_ranks(
-        demo_serialization, str(tmp_path / "checkpoint.pt"), steps_before, timeout_s=30
-    )
+    results = run_ranks(demo_serialization, str(tmp_path / "checkpoint.pt"), steps_before)
     for rank, (steps, lines) in enumerate(results):
         assert steps == steps_before + 4
         assert any("Process group will be set to a default group" in line for line in lines)

@@ -165,7 +165,7 @@ def even_inputs(config: commhooks.HookConfig | str) -> dict[str, torch.Tensor]:
     "config", [commhooks.AllReduce(), POWER_SGD, AUTO], ids=["allreduce", "powerSGD", "auto"]
 )
 def test_join_with_uneven_inputs_is_as_inputs_without_weight(run_ranks, config):
-    joined, _ = run_ranks(uneven_inputs, config, timeout_s=30)
+    joined, _ = run_ranks(uneven_inputs, config)
     plain, _ = run_ranks(even_inputs, config)
     for name, expected in plain.items():
         assert torch.equal(joined[name], expected), name
@@ -186,6 +186,6 @@ def refused_division(batches: tuple[int, int]) -> tuple[str, str]:
     "batches", [(2, 2), (0, 2)], ids=["both ranks are active", "one rank only shadows"]
 )
 def test_join_with_another_divisor_is_refused_without_a_hang(run_ranks, batches):
-    for name, text in run_ranks(refused_division, batches, timeout_s=20):
+    for name, text in run_ranks(refused_division, batches):
         assert name == "HookRunError"
         assert "Use divide_by_initial_world_size=True, or no hook" in text

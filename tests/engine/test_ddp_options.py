@@ -102,7 +102,7 @@ def _square(model: nn.Module, step: int) -> None:
 
 @delayed_in_small_buckets
 def test_delayed_parameters_are_not_in_the_plan_and_still_averaged(run_ranks):
-    run_ranks(delayed_all_reduce, timeout_s=30)
+    run_ranks(delayed_all_reduce)
 
 
 class Checkpointed(nn.Sequential):
@@ -137,7 +137,7 @@ def reentrant_checkpoints(attached: bool, ddp_options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_reentrant_checkpoints_are_one_pass(run_ranks, attached, options):
-    run_ranks(reentrant_checkpoints, attached, options, timeout_s=30)
+    run_ranks(reentrant_checkpoints, attached, options)
 
 
 def compiled_module() -> None:
@@ -223,7 +223,7 @@ USES = {
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attach", "register_comm_hook"])
 def test_skipped_buckets_keep_their_residuals(run_ranks, attached):
-    run_ranks(all_skipped_buckets, attached, timeout_s=60)
+    run_ranks(all_skipped_buckets, attached)
 
 
 def all_skipped_buckets(attached: bool) -> None:
@@ -244,7 +244,6 @@ def test_skipped_buckets_are_counted_by_simple_hooks(run_ranks, uses):
         {"find_unused_parameters": True},
         USES[uses],
         "allreduce",
-        timeout_s=20,
     )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from tests.support.ddp_steps import log_lines
+from tests.support.ddp_steps import limit_from_now_on, log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
 
@@ -168,8 +167,9 @@ def test_a_model_with_nothing_to_reduce_is_refused(run_ranks: Any) -> None:
 
 
 def _left_alone() -> tuple[str, float] | None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     ddp = DistributedDataParallel(make_model(), process_group=group)
+    limit_from_now_on(group, 2.0)
     if dist.get_rank() == 1:
         return None
     started = time.monotonic()

@@ -156,7 +156,7 @@ def _counts(stats):
     "nested", [False, True], ids=["one after the other", "one in the middle of the other"]
 )
 def test_two_models_in_one_graph_are_averaged_as_alone(run_ranks, nested):
-    ranks = run_ranks(_together_and_alone, nested, timeout_s=30)
+    ranks = run_ranks(_together_and_alone, nested)
     for together, alone in ranks:
         for name, (shapes, config, _) in CONFIGS.items():
             averaged, state, stats = together[name]

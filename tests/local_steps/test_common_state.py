@@ -373,9 +373,7 @@ def _repeats(what: str) -> str:
     "what", ["find_unused_parameters", "ranks_per_node", "start_iter", "SyncBatchNorm"]
 )
 def test_a_repeated_pass_that_would_communicate_is_refused(run_ranks, what):
-    for said in run_ranks(
-        _repeats, what, world_size=4 if what == "ranks_per_node" else 2, timeout_s=30
-    ):
+    for said in run_ranks(_repeats, what, world_size=4 if what == "ranks_per_node" else 2):
         assert f"That cannot be combined with {what}" in said
 
 

@@ -205,7 +205,45 @@ class _Around(torch.optim.Optimizer):
         self.inner = inner
 
     def step(self, closure: Any = None) -> None:
-        self.inner.step()
+        self.inner.step(closure)
+
+
+class _Noting(torch.optim.SGD):
+    """Notes its rate after the closure."""
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        self.noted = self.param_groups[0]["lr"]
+
+
+def _with_a_schedule_in_the_closure(kind: str) -> list[tuple[float, float, float]]:
+    """The rate in the closure, in the rest of the step and after it, in each of three steps."""
+    run = Run.new(hook="diloco", hook_options={"sync_every": 2, "lr_factor": 3.0})
+    inner = _Noting(run.ddp.parameters(), lr=0.08)
+    optimizer = _Around(inner) if kind == "nested" else inner
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    inside: list[float] = []
+
+    def closure() -> None:
+        images, labels = batch(0, 0)
+        torch.nn.functional.cross_entropy(run.ddp(images), labels).backward()
+        inside.append(inner.param_groups[0]["lr"])
+        schedule.step()
+
+    rates = []
+    for number in range(3):
+        if kind == "by name":
+            optimizer.step(closure=closure)
+        else:
+            optimizer.step(closure)
+        rates.append((inside[number], inner.noted, inner.param_groups[0]["lr"]))
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["by place", "by name", "nested"])
+def test_a_closure_runs_with_the_users_rate_and_may_set_it(run_ranks, kind):
+    (rates,) = run_ranks(_with_a_schedule_in_the_closure, kind, world_size=1)
+    assert rates == [(0.08, 0.12, 0.04), (0.04, 0.06, 0.02), (0.02, 0.03, 0.01)]
 
 
 def _with_an_odd_optimizer(kind: str) -> tuple[list[float], float]:

@@ -137,7 +137,7 @@ def _refused(how: str) -> str:
     ],
 )
 def test_ranks_that_would_miss_each_other_are_refused(run_ranks, how, text):
-    for said in run_ranks(_refused, how, timeout_s=20):
+    for said in run_ranks(_refused, how):
         assert text in said
 
 
@@ -296,7 +296,7 @@ def test_ranks_are_equal_after_synchronize_whatever_one_has_done_before_its_step
 ):
     """The save after the first step has ended a round, so that the last pass is that of one."""
     config = commhooks.DiLoCo(sync_every=3, delay=delay)
-    (equal, weights), (also, others) = run_ranks(_one_rank_differs, config, how, timeout_s=20)
+    (equal, weights), (also, others) = run_ranks(_one_rank_differs, config, how)
     assert equal and also and torch.equal(weights, others)
 
 

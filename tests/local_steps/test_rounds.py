@@ -276,7 +276,7 @@ def _with_closure() -> Any:
 
 
 def test_passes_of_a_closure_count_once(run_ranks):
-    (first, passes, *_), (second, other_passes, *_) = found = run_ranks(_with_closure, timeout_s=30)
+    (first, passes, *_), (second, other_passes, *_) = found = run_ranks(_with_closure)
     assert (passes, other_passes) == (15, 20)
     assert [
         torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)

@@ -81,7 +81,7 @@ def test_the_exchange_runs_behind_the_training(start: Callable[..., Machine], gi
     if together:
         leave(b)
     a.wait_for(lambda line: line.get("part") == ["a", "c"])
-    train_on(a, 2)
+    train_on(a, 8, b, c)
     end(a, c)
     compare_with_oracle([a, b, c], "int4", first="ab", **GIVEN | given)
     assert_equal_weights(a, b, c, of=["anchor"])
@@ -115,7 +115,7 @@ def test_an_exchange_in_flight_fails(start: Callable[..., Machine], fault: str, 
     if fault != "unarrived":
         assert c.processes[-1].wait(40) == -signal.SIGKILL
         a.wait_for(lambda line: line["what"] == "sent" and line["part"] == ["a", "b"])
-    train_on(a, 5)
+    train_on(a, 5, b, c)
     end(a, b)
     c.kill()
     compare_with_oracle([a, b, c], "int4", first="ab", **GIVEN | given)

@@ -89,7 +89,7 @@ def test_machines_come_and_go(
     )
     d = start("d", seed=2, **given)
     a.wait_for(lambda line: line.get("names") == ["a", *others, "d"])
-    train_on(a, 3)
+    train_on(a, 3, *stay, c, d)
     for each in (a, *stay, d):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
@@ -153,7 +153,7 @@ def test_an_outer_step_fails(start: Callable[..., Machine], ranks: str, fault: s
     # all of its exchanges are with both
     c = start("c", fault=[fault, 1 if fault == "unconnected" else 3])
     a.wait_for(lambda line: line.get("part") == ["a", "b", "c"])
-    train_on(a, 8)
+    train_on(a, 8, b, c)
     for each in (a, b):
         each.signal(signal.SIGTERM)
         assert each.end()["what"] == "end"
@@ -208,7 +208,7 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     died = time.monotonic()
     a.round(max(a.rounds) + 2)
     assert time.monotonic() - died < 45
-    train_on(a, 5)
+    train_on(a, 5, b)
     assert "failed, and the machines meet again" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
         each.signal(signal.SIGTERM)
@@ -260,7 +260,7 @@ def test_the_others_train_on_while_a_machine_reads_the_state(
     a.wait_for_text("this machine gives the state of outer step")
     began = max(a.rounds)
     a.wait_for(lambda line: line.get("names") == ["a", "c"])
-    train_on(a, 4)
+    train_on(a, 4, c)
     alone = [step for step, line in a.rounds.items() if step > began and line["names"] == ["a"]]
     assert len(alone) > 8, "a machine that reads is not waited for"
     found = re.findall(r"c goes on from .* has read the last (\d+) of them", c.log.read_text())

@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -195,3 +196,8 @@ def log_lines(
         for logger, its_level in before.items():
             logger.removeHandler(handler)
             logger.setLevel(its_level)
+
+
+def limit_from_now_on(group: dist.ProcessGroup | None, seconds: float) -> None:
+    """Set the time-out of a group, when its ranks have done what may take longer on a busy host."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -22,10 +22,12 @@ _ENOUGH = 21  # comparisons of a machine's weights after an outer step
 
 def train_on(machine: Machine, rounds: int, *others: Machine) -> None:
     """Wait until the machine has taken `rounds` more outer steps than it and `others` have now, and
-    enough in all for `compare_with_oracle`, however fast the others have started.
+    all of them together enough for `compare_with_oracle`, however fast they have started.
     """
-    newest = max(step for each in (machine, *others) for step in (0, *each.rounds))
-    machine.round(max(newest + rounds, _ENOUGH + 1))
+    machines = (machine, *others)
+    machine.round(rounds + max(step for each in machines for step in (0, *each.rounds)))
+    while sum(bool(line["part"]) for each in machines for line in each.rounds.values()) < _ENOUGH:
+        machine.round(max(machine.rounds) + 1)
 
 
 def assert_equal_weights(*machines: Machine, of: Sequence[str] = ("weights", "seen")) -> None:

@@ -243,8 +243,8 @@ class CommHook:
                 you copy the state of the model or an optimizer.
 
         Returns:
-            Whether all ranks took part within `joint_save_limit_s` seconds. If not, nothing has
-            changed, and one warning is logged.
+            Whether all ranks took part within `joint_save_limit_s` seconds, after equal numbers of
+            backward passes. If not, nothing has changed, and one warning is logged.
         """
         return self._hook.synchronize(self.joint_save_limit_s, optimizers=optimizers)
 

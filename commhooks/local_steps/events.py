@@ -235,13 +235,15 @@ def _before_step(optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
     _multiply_rates(optimizer)
     if not is_noticed:
         return None
-    if callable(noticed.get("closure")):
+    if _is_closure(noticed.get("closure")):
         noticed["closure"] = _with_users_rates(optimizer, noticed["closure"])
-    users = (
-        _with_users_rates(optimizer, argument) if callable(argument) else argument
-        for argument in arguments[1:]
-    )
-    return (optimizer, *users), noticed
+    elif len(arguments) > 1 and _is_closure(arguments[1]):
+        arguments = (optimizer, _with_users_rates(optimizer, arguments[1]), *arguments[2:])
+    return arguments, noticed
+
+
+def _is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, torch.nn.Module)
 
 
 def _multiply_rates(optimizer: Optimizer) -> None:

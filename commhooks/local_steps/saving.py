@@ -21,6 +21,7 @@ class RoundSaves:
         # what differed between the ranks at the latest joint save
         self._differences: list[str] = []
         self._failed = ""  # why the latest joint save has failed
+        self._agreed_at = -1  # `State.passes` at the latest one that has not
 
     def synchronize(self, saver: JointSave | None, limit_s: float, *, optimizers: bool) -> bool:
         """Give all ranks equal weights and buffers; see `CommHook.synchronize`. `saver` is None
@@ -32,7 +33,9 @@ class RoundSaves:
         if in_training:
             driver.run_due()
         trained = driver.state.has_trained(Share.OPTIMIZERS if optimizers else Share.UNTRAINED)
-        if not trained and not (optimizers and driver.outer.has_run):
+        # if one rank has made fewer passes, it may have ended a round with them
+        agree = not optimizers and driver.state.passes == self._agreed_at
+        if not trained and (agree or not driver.outer.has_run):
             return True
         if not in_training:
             if trained:
@@ -65,7 +68,9 @@ class RoundSaves:
                 driver.counters.backward_passes,
                 failure.reason,
             )
-        if failure is not None:
+        if failure is None:
+            self._agreed_at = passes
+        else:
             self._failed = f"the ranks could not average their weights: {failure.reason}"
         return failure is None
 

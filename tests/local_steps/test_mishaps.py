@@ -300,6 +300,23 @@ def test_ranks_are_equal_after_synchronize_whatever_one_has_done_before_its_step
     assert equal and also and torch.equal(weights, others)
 
 
+def _unequal_passes(more: int) -> tuple[list[bool], list[str]]:
+    """Rank 0 has just ended a round."""
+    run = Run.new(hook=commhooks.LocalSGD(sync_every=2)).train(2)
+    equal = [run.hook.synchronize(), run.hook.synchronize()]
+    run.train(2 + (more if dist.get_rank() else 0))
+    with log_lines("commhooks") as lines:
+        equal.append(run.hook.synchronize())
+    return equal, [line for line in lines if "the ranks have made 4 and 5 backward passes" in line]
+
+
+def test_a_rank_that_has_made_more_passes_than_the_others_is_noticed(run_ranks):
+    """As with data loaders of unequal lengths; also by the rank that has fewer."""
+    (first, lines), (second, more) = run_ranks(_unequal_passes, 1, timeout_s=20)
+    assert first == second == [True, True, False] and len(lines + more) == 1
+    assert run_ranks(_unequal_passes, 0) == [([True, True, True], [])] * 2
+
+
 def _saves_in_a_thread() -> tuple[bool, list[str], torch.Tensor]:
     run = Run.new(hook=commhooks.LocalSGD(sync_every=3)).train(4)
     saved: list[dict[str, Any]] = []

@@ -38,7 +38,7 @@ test-mutants: $(READY)
 test-rooms: $(READY)
 	@$(CLEAN) -m tests.stress.rooms $(ARGS)
 
-# All hooks with 16 and 32 ranks, as processes on two cores, and 300 random trainings with shards: some minutes. As root also shards over two machines.
+# All hooks with 16 and 32 ranks, as processes on two cores, and 300 random runs with shards: some minutes. As root also shards over two machines.
 test-many: $(READY)
 	@SHARDS_CASES=100 $(CLEAN) -m pytest -q tests/sharded/test_shards.py -k random $(ARGS)
 	@$(CLEAN) -m pytest -q -s tests/stress/many_ranks.py tests/stress/shards_over_machines.py $(ARGS)
@@ -69,7 +69,7 @@ stragglers: $(READY)
 hostile: $(READY)
 	@HOSTILE_TIMES=12 $(CLEAN) -m pytest -q -s tests/checkpoint/test_hostile_payloads.py tests/checkpoint/test_hostile_files.py $(ARGS)
 
-# 100 trainings that die in many ways and go on: half an hour or more. make chaos ARGS="--runs 10 --fronts plain --deaths full"
+# 100 runs that are killed in six ways and must go on to the same weights: half an hour or more. make chaos ARGS="--runs 10 --fronts plain --deaths full"
 chaos: $(READY)
 	@$(CLEAN) -m tests.stress.chaos $(ARGS)
 
@@ -90,7 +90,7 @@ figures: $(READY)
 bench-gpu:
 	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --markdown $(ARGS)
 
-# Time to plain DDP's loss of torch's hooks, Accelerate, torchft and hivemind beside ours: two hours. Needs Linux and root.
+# Time to plain DDP's loss with torch's hooks, Accelerate, torchft, hivemind and ours: two hours. Needs Linux and root.
 # make bench-peers ARGS="--ranks 2 --parts time"; --parts alone prints the table of what is finished.
 bench-peers: .venvs/peers/.ready
 	@PYTHONPATH=. .venvs/peers/bin/python benchmarks/peers.py $(ARGS)

@@ -89,7 +89,10 @@ class LocalShard:
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter) -> "LocalShard":
         sharded = as_dtensor(parameter)
-        local = local_values(parameter)
+        values = local_values(parameter)
+        # not a view of a detached tensor, whose memory could not be replaced
+        local = torch.empty(0, dtype=values.dtype, device=values.device)
+        local.set_(values)  # type: ignore[call-overload]
         mesh = sharded.device_mesh
         (placement,) = sharded.placements
         # Replicate: on a mesh of one rank
@@ -100,6 +103,14 @@ class LocalShard:
         extent = Extent(tuple(sharded.shape), tuple(local.shape), dim, start)
         numel_padded = sharded.numel() // size * largest if size else 0
         return cls(name, parameter, local, extent, numel_padded)
+
+    def follow_parameter(self) -> None:
+        """Let `local` have the memory of the parameter. torch 2.8: the first forward pass, and each
+        load, moves a shard that is smaller than those of other ranks into new memory.
+        """
+        values = local_values(self.parameter)
+        if self.local.data_ptr() != values.data_ptr():
+            self.local.set_(values)  # type: ignore[call-overload]
 
     def as_whole(self, part: torch.Tensor) -> DTensor:
         sharded = as_dtensor(self.parameter)
@@ -371,6 +382,11 @@ class FullyShardGradients(GradientSource):
 
     def before_weights_change(self) -> None:
         _reshard(self._units())
+        self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        for shard in self._shards.values():
+            shard.follow_parameter()
 
     def gradients(self) -> Mapping[str, torch.Tensor | None]:
         return {shard.name: shard.grad for shard in self._shards.values()}
@@ -485,6 +501,7 @@ class FullyShardGradients(GradientSource):
         current = self._pass
         if current is None:
             current = self._pass = RunningPass(current_task())
+            self._follow_parameters()
         # Begin a pass if none is running. FSDP has queued its own callback before this one; it
         # reduces the units whose inputs need no gradient.
         run_after_backward(lambda: self._end(current), within)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support.features import fully_shard_on_gloo
 from tests.support.inside import session_of
 from tests.support.models import bits_equal, relative_error, same_bits, worst_error
 from tests.support.sharded import (
@@ -73,6 +74,7 @@ def _other_width(folder: str) -> dict[str, Any]:
     }
 
 
+@fully_shard_on_gloo
 def test_weights_and_reduction_may_have_different_widths(run_ranks: Any, tmp_path: Path) -> None:
     for outcome in run_ranks(_other_width, str(tmp_path), world_size=4):
         assert all(outcome.values()), outcome

@@ -416,4 +416,5 @@ def test_a_process_that_ends_waits_for_what_is_on_its_way():
     ended = subprocess.run(
         [warm.python(), "-c", ENDS_EARLY], capture_output=True, text=True, timeout=60
     )
-    assert ended.stdout == "arrived\n" and ended.returncode == 0, ended.stderr
+    # torch 2.8: gloo prints lines of its own
+    assert ended.stdout.endswith("arrived\n") and ended.returncode == 0, ended.stderr

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.gradients import torch_private
 from tests.support.ddp_steps import process_group_of_one
+from tests.support.features import custom_collectives
 from tests.support.repository import PACKAGES, REPOSITORY, nodes
 
 TEXT = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
@@ -180,7 +181,13 @@ OWNERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LISTED)
+OF_SHARDS = ("FSDPParamGroup._all_gather_comm", "FSDPParamGroup._reduce_scatter_comm")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=custom_collectives if name in OF_SHARDS else ()) for name in LISTED],
+)
 def test_what_is_listed_exists(name):
     owner, _, attribute = re.match(r"(.*?)([.(])(\w+)\)?$", name).groups()
     with process_group_of_one():

@@ -5,7 +5,7 @@
 
 Each run draws a front end, a topology, a hook and a death from chaos_cases.py, trains under
 `torchrun`, dies, goes on from its newest complete checkpoint, and must end with the weights of a
-training that was left alone, bit for bit. The exit status is 1 if a run hung, did not resume, went
+run that was left alone, bit for bit. The exit status is 1 if a run hung, did not resume, went
 back further than its last checkpoint, or ended in other weights.
 
 A campaign in parts, with one report over all of them: the same command again until no runs are
@@ -13,7 +13,7 @@ left.
 
     ... chaos --seed 7 --results seed-7.jsonl --seconds 240
 
-`--topologies members`: 20 trainings with live membership, in which machines die and come back; with
+`--topologies members`: 20 runs with live membership, in which machines die and come back; with
 `--busy 20` nobody dies, among so many busy processes. See chaos_members.py.
 """
 

@@ -90,3 +90,8 @@ trainer_resumes_on_cpu = _needs(
     " torch cannot)",
     _numbers(_installed("transformers"))[:2] > (5, 5),
 )
+
+keeps_denormals = _needs(
+    "a Triton that divides denormals (3.4, which torch 2.8 installs, takes them for zero)",
+    _numbers(_installed("triton"))[:2] != (3, 4),
+)

@@ -17,6 +17,7 @@ import torch
 from commhooks.compressors.quantized import compressor as quantized
 from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.errors import HookConfigError
+from tests.support.features import keeps_denormals
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(
@@ -65,6 +66,7 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
 
 
 @needs_triton
+@keeps_denormals
 def test_each_operation_is_rounded_by_itself_on_nvidia_gpus() -> None:
     """Also without denormals as zero."""
     instructions = run("instructions", interpreted=False)

@@ -24,7 +24,7 @@ from commhooks.checkpoint.parts import save_id
 from commhooks.hook.dcp_folder import DCPFolder
 from lightning_commhooks import CommHookDDP
 from tests.checkpoint import hostile
-from tests.support import sharded
+from tests.support import features, sharded
 from tests.support.accelerators import Training, Warnings, launched
 from tests.support.ddp_steps import limit_from_now_on, process_group_of_one
 from tests.support.features import fully_shard_on_gloo
@@ -316,6 +316,7 @@ def _one_rank_refuses(goes_on: bool) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
+@features.limit_of_a_group
 def test_no_rank_waits_forever_for_a_rank_that_could_not_load(run_ranks: Any) -> None:
     (refused, _), (lost, seconds) = run_ranks(_one_rank_refuses, False)
     assert "holds inf or NaN" in refused

@@ -18,6 +18,7 @@ import commhooks
 from commhooks.comm.collectives import PointToPoint, gather_rows
 from commhooks.comm.groups import _Notes, new_group
 from commhooks.gradients.torch_private import timeout_of
+from tests.support import features
 from tests.support.ddp_steps import limit_from_now_on
 from tests.support.models import mlp
 
@@ -218,6 +219,7 @@ def _each_waits(folder: Path) -> dict[str, float | None]:
     return waited
 
 
+@features.limit_of_a_group
 def test_the_others_wait_for_one_timeout_with_every_hook(run_ranks: Any, tmp_path: Path) -> None:
     for waited in run_ranks(_each_waits, tmp_path, world_size=3)[:2]:
         assert all(LIMIT_S / 2 < seconds < 1.95 * LIMIT_S for seconds in waited.values()), waited

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support import features
 from tests.support.ddp_steps import limit_from_now_on
 from tests.support.training import Run, batch, make_model
 
@@ -36,6 +37,7 @@ def _leaves() -> tuple[str, float] | None:
     raise AssertionError("the third backward pass came to its end without rank 1")
 
 
+@features.limit_of_a_group
 def test_a_rank_that_does_not_come_is_named(run_ranks: Any) -> None:
     (text, seconds), _ = run_ranks(_leaves)
     assert "rank 0 of 2" in text

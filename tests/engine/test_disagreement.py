@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from tests.support import features
 from tests.support.ddp_steps import limit_from_now_on, log_lines
 from tests.support.training import SEVERAL_BUCKETS_MB, Run, make_model
 
@@ -178,6 +179,7 @@ def _left_alone() -> tuple[str, float] | None:
     return str(caught.value), time.monotonic() - started
 
 
+@features.limit_of_a_group
 def test_a_rank_that_does_not_attach_is_named(run_ranks: Any) -> None:
     (text, seconds), _ = run_ranks(_left_alone)
     assert (

@@ -12,7 +12,9 @@ import torch
 from commhooks.compressors.quantized.mean import BlockCode
 from commhooks.sharded.native import check_native
 from tests.compressors.quantized.test_triton_bits import EXACT, arithmetic_of, needs_triton, run
+from tests.support.features import custom_collectives
 
+pytestmark = custom_collectives
 PROGRAM = "tests.sharded.triton_shards"
 
 

@@ -42,6 +42,10 @@ fully_shard_on_gloo = _needs(
     "a fully_shard that averages float32 on gloo (torch 2.8 adds up)", TORCH > (2, 8)
 )
 
+limit_of_a_group = _needs(
+    "a gloo group whose time-out can be changed (torch 2.8 keeps the first one)", TORCH > (2, 8)
+)
+
 reset_iter_state = _needs("FSDPModule.reset_iter_state", hasattr(FSDPModule, "reset_iter_state"))
 
 reduce_scatter_unused_params = _needs(

@@ -79,7 +79,7 @@ class CommonState:
     @torch.no_grad()
     def share(
         self, *, optimizers: bool, flag: bool = False, group: dist.ProcessGroup | None = None
-    ) -> "Outcome":
+    ) -> Outcome:
         """Copy rank 0's state to all ranks of `group` (None: the group of the model). Tensors that
         are equal on all ranks are not sent. `optimizers`: whether to share the optimizers and the
         GradScaler, in addition to buffers and frozen parameters. `flag`: of this rank, for

@@ -16,7 +16,8 @@ class Lines:
     """Logs warnings on one rank of a machine, each text at most every `LINE_EVERY_S`."""
 
     def __init__(self, logs: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logs, self._clock = logs, clock
+        self._logs = logs
+        self._clock = clock
         self._said: dict[str, float] = {}  # lines -> when they may be said again
         self._lock = threading.Lock()
 

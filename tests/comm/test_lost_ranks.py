@@ -38,7 +38,7 @@ def _fail_and_end(groups: list[dist.ProcessGroup]) -> str:
         gather_rows(torch.zeros(1000), groups[-1], None, "what is tested")
     except commhooks.HookRunError as error:
         text = str(error)
-    assert time.monotonic() - started < 25  # not by the limit of the group
+    assert time.monotonic() - started < 18  # not by the limit of the group
     _end(groups)
     return text
 
@@ -61,7 +61,7 @@ def test_all_name_the_rank_that_has_ended(run_ranks: Any) -> None:
 def _in_groups() -> str:
     """Rank 0 ends; rank 1 is in a group with it and in one with rank 2."""
     rank = dist.get_rank()
-    made = [dist.new_group(ranks, timeout=timedelta(seconds=30)) for ranks in ([0, 1], [1, 2])]
+    made = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 1], [1, 2])]
     groups = [made[1], made[0]] if rank == 1 else [made[rank // 2]]
     del made
     for group in reversed(groups) if rank == 1 else groups:
@@ -222,7 +222,7 @@ def _each_waits(folder: Path) -> dict[str, float | None]:
 @features.limit_of_a_group
 def test_the_others_wait_for_one_timeout_with_every_hook(run_ranks: Any, tmp_path: Path) -> None:
     for waited in run_ranks(_each_waits, tmp_path, world_size=3)[:2]:
-        assert all(LIMIT_S / 2 < seconds < 1.95 * LIMIT_S for seconds in waited.values()), waited
+        assert all(LIMIT_S / 2 < seconds < 1.75 * LIMIT_S for seconds in waited.values()), waited
 
 
 def _messages() -> float:
@@ -231,7 +231,7 @@ def _messages() -> float:
     rank = dist.get_rank()
     began = time.monotonic()
     sent, arriving = [torch.ones(4) for _ in range(3)], [torch.zeros(4) for _ in range(3)]
-    time.sleep({0: 0.9 * LIMIT_S, 1: 0.0, 2: 2.5 * LIMIT_S}[rank])
+    time.sleep({0: 0.75 * LIMIT_S, 1: 0.0, 2: 2.5 * LIMIT_S}[rank])
     if rank < 2:
         messages = PointToPoint().exchange(sent, arriving, group)
         with pytest.raises(RuntimeError):
@@ -240,7 +240,7 @@ def _messages() -> float:
 
 
 def test_the_messages_of_a_collective_share_one_timeout(run_ranks: Any) -> None:
-    assert 0.9 * LIMIT_S < run_ranks(_messages, world_size=3)[1] < 1.8 * LIMIT_S
+    assert 0.9 * LIMIT_S < run_ranks(_messages, world_size=3)[1] < 1.5 * LIMIT_S
 
 
 def test_a_group_of_ones_own_has_the_limit_of_the_models() -> None:

@@ -96,7 +96,7 @@ def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(
     a.wait_for_text(rf"a does not take part, because {pair}.* \(a is at 10\.91\.1\.2:\d+\)")
     began, before = time.monotonic(), max(b.rounds)
     b.round(before + 10)
-    assert time.monotonic() - began < 50 and b.rounds[before + 5]["names"] == ["b", "c"]
+    assert time.monotonic() - began < 20 and b.rounds[before + 5]["names"] == ["b", "c"]
     b.wait_for_text(
         r"a does not take part, because .* cannot connect .* \(a is at 10\.91\.1\.2:\d+\)"
     )
@@ -108,7 +108,7 @@ def test_a_machine_that_cannot_be_reached_is_left_out_and_comes_back(
     b.signal(signal.SIGCONT)
     woke, step = time.monotonic(), max(c.rounds)
     c.wait_for(lambda line: line.get("part") == ["a", "b", "c"] and line["step"] > step)
-    assert time.monotonic() - woke < 50, "they waited for a connection that is gone"
+    assert time.monotonic() - woke < 20, "they waited for a connection that is gone"
 
 
 def test_a_machine_whose_gloo_would_listen_at_loopback_is_told_what_to_set(

@@ -138,7 +138,7 @@ def test_machines_of_different_speed(start: Callable[..., Machine]) -> None:
     slow = start("b", sleep_s=0.15, least=2, rounds=5, **given)
     assert fast.end()["step"] == slow.end()["step"] == 5
     counts = [line["count"] for line in slow.rounds.values()]
-    assert counts[-1] < 5 * 12, counts
+    assert counts[-1] < 5 * 8, counts
     behind = [line["count"] - line["sent"] for line in slow.rounds.values()]
     assert all(1 <= steps <= 4 for steps in behind), behind
     assert [line["count"] for line in fast.rounds.values()] == [12, 24, 36, 48, 60]
@@ -158,7 +158,7 @@ def test_a_machine_hangs_while_an_exchange_is_in_flight(start: Callable[..., Mac
     stopped = max(a.rounds, default=0)
     hung = time.monotonic()
     a.wait_for(lambda line: line.get("part") == ["a"] and line["step"] > stopped + 2)
-    assert time.monotonic() - hung < 50, "a waited until timeout_s"
+    assert time.monotonic() - hung < 30, "a waited until timeout_s"
     b.signal(signal.SIGCONT)
     step = max(a.rounds)
     a.wait_for(lambda line: line.get("part") == ["a", "b"] and line.get("step", 0) > step + 4)

@@ -119,7 +119,7 @@ def test_a_round_ends_with_the_first_machine_that_has_done_it(
         machine.name: [line["count"] for line in machine.rounds.values()]
         for machine in (fast, slow)
     }
-    assert counts["a"][-1] == 5 * 12 and counts["b"][-1] < 5 * 12, counts
+    assert counts["a"][-1] == 5 * 12 and counts["b"][-1] < 5 * 8, counts
     positions = {
         machine.name: [line["position"] for line in machine.rounds.values()]
         for machine in (fast, slow)
@@ -207,7 +207,7 @@ def test_a_machine_dies_before_it_connects(start: Callable[..., Machine], given:
     assert c.processes[-1].wait(60) == -signal.SIGKILL
     died = time.monotonic()
     a.round(max(a.rounds) + 2)
-    assert time.monotonic() - died < 45
+    assert time.monotonic() - died < 20
     train_on(a, 5, b)
     assert "failed, and the machines meet again" in a.log.read_text() + b.log.read_text()
     for each in (a, b):
@@ -227,7 +227,7 @@ def test_the_others_do_not_wait_for_a_machine_that_was_killed(tmp_path: Path) ->
             both[1].signal(signal.SIGKILL)
             killed, step = time.monotonic(), max(both[0].rounds)
             both[0].wait_for(lambda line: line.get("names") == ["a"] and line["step"] > step)
-            assert time.monotonic() - killed < 30.0, "0.2 s on a quiet machine"
+            assert time.monotonic() - killed < 15.0, "0.2 s on a quiet machine"
         finally:
             for machine in both:
                 machine.kill()
@@ -285,7 +285,7 @@ def test_a_machine_that_hangs(start: Callable[..., Machine]) -> None:
     b.signal(signal.SIGCONT)
     woke, step = time.monotonic(), max(a.rounds)
     a.wait_for(lambda line: line.get("part") == ["a", "b"] and line["step"] > step)
-    assert time.monotonic() - woke < 45, (
+    assert time.monotonic() - woke < 12, (
         "a waited until timeout_s for connections that b no longer had"
     )
     train_on(b, 8, a)

@@ -119,7 +119,7 @@ def test_a_state_of_another_step_is_waited_for_until_the_limit(
     began = time.monotonic()
     with pytest.raises(NoState, match="it has no state of outer step 4"):
         client.fetch(served.address, 4, 60.0, lambda: False)
-    assert time.monotonic() - began < 30.0, "the machine has moved on"
+    assert time.monotonic() - began < 5.0, "the machine has moved on"
     threading.Timer(0.3, served.serve, (4, b"later", TENSORS, ["b:1"])).start()
     assert client.fetch(served.address, 4, 30.0)[0] == b"later"
 

@@ -39,4 +39,4 @@ def test_a_connection_is_slow_in_both_directions(tmp_path: Path) -> None:
             assert _seconds(other, one) > 0.7 * BYTES * 8 / 8e6
             slow_link.limit(1e6)
             # other processes may take the processor meanwhile
-            assert min(_seconds(one, other) for _ in range(3)) < 0.5 * BYTES * 8 / 8e6
+            assert _seconds(one, other) < 0.5 * BYTES * 8 / 8e6

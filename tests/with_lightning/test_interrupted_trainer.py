@@ -169,7 +169,7 @@ def test_what_ends_a_training_leaves_a_checkpoint_that_resumes(
     ranks = run_ranks(_interrupted, str(tmp_path), what, at, limit_s, callback, init=False)
     for rank in ranks:
         assert rank["error"] and error in (None, rank["error"])
-        assert rank["seconds"] < LIMIT_S / (2 if error is None else 1)
+        assert rank["seconds"] < (2 * limit_s + 5 if error is None else limit_s)
     (warning,) = [text for rank in ranks for text in rank["warnings"]]
     assert "is marked inexact" in warning
     # Lightning looks for SIGTERM at the end of a batch.
@@ -182,7 +182,7 @@ def test_the_requeue_signal_at_different_steps_and_in_mid_backward(
 ) -> None:
     at = {0: STOPS_AT, 1: STOPS_AT + 1}
     for rank in run_ranks(_interrupted, str(tmp_path), "requeue", at, SHORT_LIMIT_S, init=False):
-        assert rank["seconds"] < LIMIT_S / 2
+        assert rank["seconds"] < 2 * SHORT_LIMIT_S + 5
     _check_saved_and_resumed(run_ranks, tmp_path / "hpc_ckpt_1.ckpt", STOPS_AT)
 
 

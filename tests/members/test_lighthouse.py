@@ -158,7 +158,7 @@ def test_nobody_waits_for_a_machine_that_has_left(machine: Callable[..., Simulat
     began = time.monotonic()
     for _ in range(4):
         assert list(map(names, together(a, c))) == ["ab!c", "ab!c"]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 2.0
 
 
 @soon_dead
@@ -186,7 +186,7 @@ def test_a_machine_whose_training_does_not_move_is_left_out(
     back = threading.Thread(target=b.ask)
     back.start()
     while names(a.ask()) != "ab":  # with its next request
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 20
     back.join()
 
 
@@ -236,7 +236,7 @@ def test_a_machine_that_has_died_is_not_waited_for(machine: Callable[..., Simula
     began = time.monotonic()
     for _ in range(3):
         assert list(map(names, together(a, c))) == ["ab!c", "ab!c"]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 4.0
 
 
 @long_alive
@@ -267,7 +267,7 @@ def test_the_first_machine_answers_for_the_absent_until_it_is_absent(
         a.server.close()
     for _ in range(3):
         assert list(map(names, together(b, c))) == ["a!bcd!"] * 2
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 4.0
     assert ("c:1", "d:1") not in answered[-2:]
 
 
@@ -306,7 +306,7 @@ def test_a_machine_that_was_declared_dead_wrongly_comes_back(
     thread.start()
     began = time.monotonic()
     while "b" not in names(a.ask()).replace("b!", "") or b.lighthouse._name == b.id:
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 10
     for _ in range(3):
         a.lighthouse.has_died(b.id)
         assert "b" in names(a.ask()).replace("b!", "")
@@ -405,7 +405,7 @@ def test_who_does_not_come_is_not_waited_for(status: dict[str, Any], sentence: s
     began = time.monotonic()
     with pytest.raises(OSError, match=sentence):
         a.connect([own, report], "X", 1.0)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 3.0
     assert not {
         each for each in set(threading.enumerate()) - threads if "process_request" not in each.name
     }
